@@ -23,6 +23,8 @@ RULES: dict[str, tuple[str, ...]] = {
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "ffn": ("tensor",),
+    "experts": ("tensor",),
+    "expert_ffn": (),
     "layers": (),
     "head": (),
     "positions": (),
@@ -42,6 +44,8 @@ _AT_REST = {
     "G": "kv_heads",
     "H": "head",
     "F": "ffn",
+    "e": "experts",
+    "f": "expert_ffn",
     "E": "ffn",
     "V": "vocab",
     "S": "positions",
@@ -52,7 +56,7 @@ _AT_REST = {
 
 # Letter of the axis table -> logical axis, where a value is computed. Width is whole there: parameters, which are split over
 # fsdp where they rest, are gathered for their use, and activations are split by rows. Letters that are not named are whole.
-_COMPUTED = {"B": "rows", "Q": "rows", "t": "rows", "N": "heads", "G": "kv_heads", "F": "ffn", "V": "vocab"}
+_COMPUTED = {"B": "rows", "Q": "rows", "t": "rows", "N": "heads", "G": "kv_heads", "F": "ffn", "V": "vocab", "e": "experts"}
 
 # JAX' name of host memory that devices copy from and to.
 PINNED_HOST = "pinned_host"
@@ -156,13 +160,14 @@ def constrain(x: jax.Array, axes: str) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, _computed_partition(dict(mesh.shape), axes, x.shape))
 
 
-def by_device(function: Callable[..., jax.Array], *args: jax.Array, axes: Sequence[str], result: str) -> jax.Array:
+def by_device(function: Callable[..., Any], *args: jax.Array, axes: Sequence[str], result: str | tuple[str, ...]) -> Any:
     """function(*args), where each device of the mesh of the context (`on_mesh`) computes its own part by itself.
 
     The compiler splits no kernel over devices: without this, each device would need the whole of the arguments.
 
     Args: axes: for each argument, one letter of the axis table for each of its dimensions, split as in `constrain`. Heads are
-    split where N and G both can be. result: the letters of the result, each of which an argument has too.
+    split where N and G both can be. result: the letters of the result, each of which an argument has too; a tuple, if
+    the result is one.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
@@ -172,8 +177,11 @@ def by_device(function: Callable[..., jax.Array], *args: jax.Array, axes: Sequen
         split |= dict(zip(letters, _computed_partition(dict(mesh.shape), letters, x.shape), strict=True))
     if None in (split.get("N"), split.get("G")):
         split |= {"N": None, "G": None}
-    specs = [PartitionSpec(*(split[letter] for letter in letters)) for letters in (*axes, result)]
-    return jax.shard_map(function, in_specs=tuple(specs[:-1]), out_specs=specs[-1], check_vma=False)(*args)
+
+    def spec(letters: str) -> PartitionSpec:
+        return PartitionSpec(*(split[letter] for letter in letters))
+
+    return jax.shard_map(function, in_specs=tuple(map(spec, axes)), out_specs=jax.tree.map(spec, result), check_vma=False)(*args)
 
 
 def platform() -> str:

@@ -10,8 +10,9 @@ Axis table (nobody invents letters):
     E  sentence embedding         J  groups of slots            W  slots of a group          U  prompt buffers of a group
     X  places of a group          I  prompts that arrive together
 
-Models besides: t  flat tokens B·T, r  rank of an adapter, C  outputs of a scalar head, A  token types of an encoder; S counts
-positions there, and E is the width of an encoder's pooled token.
+Models besides: t  flat tokens B·T, r  rank of an adapter, C  outputs of a scalar head, A  token types of an encoder, e  experts
+of a layer, k  experts of a token, f  feed-forward width of an expert; S counts positions there, and E is the width of an
+encoder's pooled token.
 
 Layout of a row, on disk and on every device: `tokens[T]` holds the prompt, then the response, then padding, from index 0 on.
 Token t of the response stands at index `prompt_length + t`; an array [R] has its entry at index t. A row's positions follow from

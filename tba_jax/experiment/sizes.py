@@ -104,7 +104,8 @@ class _Memory:
         parts, rows, tensor = self._on_device("learner", meshes.micro_batch_rows(self._config, ways=ways))
         remat = hardware.value("learner.remat", learner.remat, "gpu")  # an estimate is made before there are devices
         layers_kept = model.layers * {"full": 1, "dots": 8, "none": 12}[remat]
-        within_layer = rows * (model.heads * T * T * 4 + T * model.ffn * self._compute * 3) // tensor
+        fed = T * model.ffn * max(1, model.experts_per_token)
+        within_layer = rows * (model.heads * T * T * 4 + fed * self._compute * 3) // tensor
         # A moving average is float32.
         of_reference = (4 if learner.reference.kind == "ema" else self._compute) * self._trained // parts
         held, offloaded = holds_reference(self._config), learner.reference.offload

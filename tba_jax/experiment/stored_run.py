@@ -137,6 +137,8 @@ def _model_from_shape(config: Any, vocab: int) -> DecoderConfig:
 def check_policy(config: Any, policy: Policy, tokenizer: Tokenizer, found: Mistakes) -> None:
     """Adds to `found` where kernel, stop strings or lengths do not go with the policy or the tokenizer."""
     task, model = config.task, policy.model
+    if (coefficient := config.learner.router_aux_loss_coef) and not model.experts:
+        found.add([f"learner.router_aux_loss_coef={coefficient} balances experts, and the model has none: leave it at 0.0"])
     if model.attention == "cudnn":
         found.require(
             model.compute_dtype == "bfloat16",

@@ -27,6 +27,7 @@ from tba_jax.learner import optimizer
 from tba_jax.learner.optimizer import Optimizers, Schedule, TrainState
 from tba_jax.models import hardware, parameters, scoring
 from tba_jax.models.decoder import Decoder
+from tba_jax.models.experts import Routing
 from tba_jax.models.parameters import Params
 from tba_jax.models.policy import Policy
 from tba_jax.objectives import OBJECTIVES
@@ -86,8 +87,8 @@ class LearnerConfig:
     """Static settings of an update.
 
     limits: of micro-batches; logit_bytes: the most bytes of logits at a time, over all devices; space: the run's response space;
-    remat: a name of layers.REMAT; has_reference: whether there is a reference policy, from which the distance is measured;
-    stored_reference: whether all rows hold its log-probs.
+    remat: a name of layers.REMAT; router_aux_loss_coef: the weight of _balance in the loss; has_reference: whether there is a
+    reference policy, from which the distance is measured; stored_reference: whether all rows hold its log-probs.
     """
 
     policy: Policy
@@ -97,6 +98,7 @@ class LearnerConfig:
     logit_bytes: int
     space: scoring.ResponseSpace
     remat: str
+    router_aux_loss_coef: float = 0.0
     has_reference: bool = True
     stored_reference: bool = True
 
@@ -124,20 +126,26 @@ def score(policy: Decoder, batch: Batch, *, config: LearnerConfig) -> tuple[jax.
     )
 
 
+# What the loss of a micro-batch is differentiated by: policy_logprobs, values or None, and Routing.probabilities or None.
+Differentiated = tuple[jax.Array, jax.Array | None, jax.Array | None]
+
+
 def scored(
     policy: Decoder, value_head: Any, micro: Sequences, batch: Batch, *, config: LearnerConfig
-) -> tuple[tuple[jax.Array, jax.Array | None], jax.Array]:
-    """((policy_logprobs, values), entropy) of the rows of a micro-batch, each float32[B, R], 0 elsewhere, from one forward pass.
+) -> tuple[Differentiated, tuple[jax.Array, Routing | None]]:
+    """((policy_logprobs, values, probabilities), (entropy, routing)) of the rows of a micro-batch from one forward pass.
+    Log-probs, values and entropy are float32[B, R], 0 in other rows.
 
     Args: value_head: policy.PolicyWithHeads.value_head; None: there are no values.
     """
     B, R = batch.ref_logprobs.shape
     rows = functools.partial(scoring.by_row, numbers=micro.numbers, B=B, R=R)
-    hidden = scoring.packed_hidden_states(policy, micro, remat=config.remat)
+    hidden, routing = scoring.packed_hidden_states(policy, micro, remat=config.remat, none=B * R)
     limits: dict[str, Any] = dict(space=config.space, logit_bytes=config.logit_bytes)
     logprobs, entropy = scoring.packed_logprobs(policy, hidden, micro, R=R, none=B * R, **limits)
     values = None if value_head is None else rows(value_head(hidden)[..., 0])
-    return (rows(logprobs), values), rows(entropy)
+    probabilities = None if routing is None else routing.probabilities
+    return (rows(logprobs), values, probabilities), (rows(entropy), jax.lax.stop_gradient(routing))
 
 
 @jax.named_scope("update")
@@ -160,8 +168,8 @@ def train_step(
 
     Returns:
       the new state and float32[] measurements, see optimizer.step. `row_finite`, bool[B], says which rows are finite: a row that
-      is not refuses the step. Others: see diagnostics; kl_to_initial, nats per response, where the reference moves;
-      value_error, the root of the mean over tokens of (V − r)², where values are learned.
+      is not refuses the step. Others: see diagnostics; _of_routing, where there are experts; kl_to_initial, nats per response,
+      where the reference moves; value_error, the root of the mean over tokens of (V − r)², where values are learned.
     """
     settings: dict[str, Any] = dict(whole_groups=whole_groups, schedules=schedules, config=config)
     gradient_of = functools.partial(_gradient, **settings)
@@ -180,11 +188,14 @@ def _gradient(
     batch, packed = rows
     inputs_of = functools.partial(objective_inputs, step=state.step, schedules=schedules, config=config)
     log_z, pull_back_log_z = _log_z(state, frozen, batch, config)
-    accumulate = _whole_groups if whole_groups else _any_split
-    grads, log_z_cotangent, outputs, entropy = accumulate(state, frozen, batch, packed, log_z, inputs_of, config)
+    # The balance of experts is that of the whole batch, which the first of two passes finds.
+    accumulate = _whole_groups if whole_groups and not config.router_aux_loss_coef else _any_split
+    grads, log_z_cotangent, outputs, (entropy, routing) = accumulate(state, frozen, batch, packed, log_z, inputs_of, config)
     grads |= pull_back_log_z(log_z_cotangent)
     inputs = inputs_of(batch)
     loss = config.objective.loss(outputs, inputs)
+    if routing is not None and config.router_aux_loss_coef:
+        loss += config.router_aux_loss_coef * _balance(routing.probabilities, routing)
     row_finite = _row_finite(outputs, inputs)
     measurements = {
         "row_finite": row_finite,
@@ -202,8 +213,36 @@ def _gradient(
     if outputs.values is not None:
         squares = inputs.masked((outputs.values - inputs.reward[:, None]) ** 2)
         measurements["value_error"] = jnp.sqrt(jnp.sum(squares) / jnp.maximum(jnp.sum(inputs.mask), 1))
+    if routing is not None:
+        measurements |= _of_routing(routing)
     unit = config.objective.reward_unit(inputs) if config.objective.reward_unit is not None else 1.0
     return optimizer.Gradient(loss=loss, by_part=grads, finite=jnp.all(row_finite), measurements=measurements, unit=unit)
+
+
+def _balance(probabilities: jax.Array, routing: Routing) -> jax.Array:
+    """float32[]: the load-balancing loss of Fedus et al., 2021 (arXiv:2101.03961, equations 4 to 6), the mean over layers, of the
+    states of the whole batch that response tokens are predicted from. It is k where experts have equal loads.
+
+        L = e · Σ_i f_i P_i,  f_i the share of states that go through expert i,  P_i the mean of the router's probability of it
+
+    Args: probabilities: float32[L, e], sums over states, by which it is differentiated; routing: of the batch.
+    """
+    L, e = probabilities.shape
+    counted = jnp.maximum(routing.counted, 1)[:, None]
+    return e / L * jnp.sum(routing.tokens / counted * probabilities / counted)
+
+
+def _of_routing(routing: Routing) -> dict[str, jax.Array]:
+    """router_load_max: the tokens of the expert that has most of them in its layer, over the mean of the layer; router_load_min:
+    likewise, of the one that has fewest; router_entropy: nats, of the router's softmax, the mean over tokens and layers;
+    router_aux_loss: see _balance."""
+    loads = routing.tokens / jnp.maximum(jnp.mean(routing.tokens, axis=1, keepdims=True), 1e-9)
+    return {
+        "router_load_max": jnp.max(loads),
+        "router_load_min": jnp.min(loads),
+        "router_entropy": jnp.mean(routing.entropy / jnp.maximum(routing.counted, 1)),
+        "router_aux_loss": _balance(routing.probabilities, routing),
+    }
 
 
 def _log_z(state: TrainState, frozen: Params, batch: Batch, config: LearnerConfig) -> tuple[jax.Array, Any]:
@@ -272,7 +311,7 @@ def _whole_groups(
 
     In the objective of a micro-batch, groups of other micro-batches have no tokens and no reward: their gradient is 0.
 
-    Returns gradient by part (see _trained), cotangent of log_z, PolicyOutputs and entropy of the batch.
+    Returns gradient by part (see _trained), cotangent of log_z, PolicyOutputs, and (entropy, routing) of the batch, see `scored`.
     """
     trained = _trained(state)
 
@@ -280,16 +319,16 @@ def _whole_groups(
         """there: bool[B], the rows of the micro-batch."""
         rows = _of_rows(batch, there)
         model = state.model(state.params | trained, frozen)
-        (policy_logprobs, values), entropy = scored(model.policy, model.value_head, micro, rows, config=config)
+        (policy_logprobs, values, _), measured = scored(model.policy, model.value_head, micro, rows, config=config)
         outputs = PolicyOutputs(logprobs=policy_logprobs, log_z=jnp.where(there, log_z, 0.0), values=values)
-        return config.objective.loss(outputs, inputs_of(rows)), (policy_logprobs, values, entropy)
+        return config.objective.loss(outputs, inputs_of(rows)), (policy_logprobs, values, measured)
 
     def gradient(micro: Sequences, number: jax.Array) -> Any:
         differentiated = jax.grad(micro_loss, argnums=(0, 1), has_aux=True)
         return differentiated(trained, log_z, micro, packed.of_row == number)
 
-    (grads, cotangent), (logprobs, values, entropy) = packing.summed(gradient, packed)
-    return grads, cotangent, PolicyOutputs(logprobs=logprobs, log_z=log_z, values=values), entropy
+    (grads, cotangent), (logprobs, values, measured) = packing.summed(gradient, packed)
+    return grads, cotangent, PolicyOutputs(logprobs=logprobs, log_z=log_z, values=values), measured
 
 
 def _of_rows(batch: Batch, there: jax.Array) -> Batch:
@@ -308,19 +347,22 @@ def _any_split(
     """Two passes: ∇_θ L = Σ_micro (∂ outputs / ∂θ)ᵀ ∂L / ∂ outputs, with the inner gradient taken on the whole batch."""
     trained = _trained(state)
 
-    def outputs_of(trained: Params, micro: Sequences) -> tuple[Any, jax.Array]:
+    def outputs_of(trained: Params, micro: Sequences) -> tuple[Differentiated, Any]:
         model = state.model(state.params | trained, frozen)
         return scored(model.policy, model.value_head, micro, batch, config=config)
 
-    (policy_logprobs, values), entropy = packing.summed(lambda micro, _: outputs_of(trained, micro), packed)
+    (policy_logprobs, values, probabilities), measured = packing.summed(lambda micro, _: outputs_of(trained, micro), packed)
     outputs = PolicyOutputs(logprobs=policy_logprobs, log_z=log_z, values=values)
     cotangent = jax.grad(config.objective.loss)(outputs, inputs_of(batch))
+    of_router = None
+    if probabilities is not None:
+        of_router = config.router_aux_loss_coef * jax.grad(_balance)(probabilities, measured[1])
 
     def gradient(micro: Sequences, _: jax.Array) -> Params:
         pull_back = jax.vjp(lambda t: outputs_of(t, micro)[0], trained)[1]
-        return pull_back((cotangent.logprobs, cotangent.values))[0]
+        return pull_back((cotangent.logprobs, cotangent.values, of_router))[0]
 
-    return packing.summed(gradient, packed), cotangent.log_z, outputs, entropy
+    return packing.summed(gradient, packed), cotangent.log_z, outputs, measured
 
 
 def ref_logprobs(reference: Params, frozen: Params, batch: Batch, packed: Packed, *, config: LearnerConfig) -> jax.Array:
@@ -442,6 +484,7 @@ def make_learner_config(
         logit_bytes=(c.logit_megabytes << 20) * mesh.size,
         space=contract.response_space(),
         remat=hardware.value("learner.remat", c.remat, mesh.devices.flat[0].platform),
+        router_aux_loss_coef=c.router_aux_loss_coef,
         has_reference=contract.has_reference,
         stored_reference=stored_reference,
     )

@@ -61,8 +61,8 @@ class Attention(nnx.Module):
         self.value = Einsum("tD,DGH->tGH", sizes, bias=c.qkv_bias, rngs=rngs)
         self.out = Einsum("tNH,NHD->tD", sizes, bias=c.out_bias, std=c.residual_std, rngs=rngs)
         if c.qk_norm:
-            self.query_norm = Norm(c.norm, "H", sizes, epsilon=c.norm_epsilon, rngs=rngs)
-            self.key_norm = Norm(c.norm, "H", sizes, epsilon=c.norm_epsilon, rngs=rngs)
+            norm = functools.partial(Norm, c.norm, sizes=sizes, epsilon=c.norm_epsilon, rngs=rngs)
+            self.query_norm, self.key_norm = (norm(axes if c.qk_norm == "token" else "H") for axes in ("NH", "GH"))
 
     def project(self, x: jax.Array, rotary: Rotary) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Query [t, N, H], key and value [t, G, H] of x [t, D]."""

@@ -37,12 +37,16 @@ class DecoderConfig:
     """Shape of a decoder. Letters of the axis table: L layers, N heads, G kv_heads, H head_size, D width, F ffn, V vocab.
 
     architecture: the Hugging Face model_type of its checkpoints. The other fields alone say what is computed.
-    norm: "rms", "offset_rms" (RMS norm that multiplies by 1 + scale) or "layer" (layer norm with bias). post_norms: the results
-      of attention and feed-forward are normalised before they are added to the residual stream (Gemma 3).
+    norm: "rms", "offset_rms" (RMS norm that multiplies by 1 + scale) or "layer" (layer norm with bias). norm_place: what of
+      attention and feed-forward is normalised: what they read ("before"), what they add to the residual stream ("after", OLMo 2),
+      or both ("both", Gemma 3).
     positions: "rotary" or "learned" (an embedding of max_positions). rotary_size: how many elements of each head are rotated,
       from the first; 0: all. parallel_residual: attention and feed-forward both read the layer's input (GPT-NeoX).
+    experts: of each layer, in the place of its feed-forward, each of width ffn; 0: there are none. experts_per_token: those that
+      a token goes through. norm_top_k: the weights of a token's experts are divided by their sum.
     activation: a name of ACTIVATIONS. gated: the feed-forward is down(act(gate(x)) * up(x)), otherwise down(act(up(x))).
-    qkv_bias, out_bias, ffn_bias: whether these linear maps have a bias. qk_norm: each query and key head is normalised (Qwen3).
+    qkv_bias, out_bias, ffn_bias: whether these linear maps have a bias. qk_norm: queries and keys are normalised,
+      each head by itself ("head", Qwen3) or all heads of a token together ("token", OLMo 2); "": they are not.
     scaled_embedding: embeddings of tokens are multiplied by sqrt(width). query_scalar: attention scores are divided by its square
       root; 0: by the square root of head_size.
     layer_pattern: a letter for each layer, repeated over the layers. "g" (global): the layer attends to all earlier tokens; "l"
@@ -68,13 +72,16 @@ class DecoderConfig:
     rope_scaling: RopeScaling | None = None
     rotary_size: int = 0
     parallel_residual: bool = False
+    experts: int = 0
+    experts_per_token: int = 0
+    norm_top_k: bool = False
     activation: str = "silu"
     gated: bool = True
     qkv_bias: bool = False
     out_bias: bool = False
     ffn_bias: bool = False
-    qk_norm: bool = False
-    post_norms: bool = False
+    qk_norm: str = ""
+    norm_place: str = "before"
     scaled_embedding: bool = False
     query_scalar: int = 0
     layer_pattern: str = ""
@@ -95,6 +102,13 @@ class DecoderConfig:
             raise ValueError(f"rotary_size={self.rotary_size} must be even and at most head_size={self.head_size}")
         if set(self.layer_pattern) - set("gl") or ("l" in self.layer_pattern) != (self.window > 0):
             raise ValueError(f"layer_pattern={self.layer_pattern!r} does not go with window={self.window}: local layers need one")
+        if self.experts and not (self.experts > 1 and 0 < self.experts_per_token <= self.experts):
+            raise ValueError(
+                f"experts={self.experts} must be at least 2, of which a token goes through 1 to {self.experts}, "
+                f"not experts_per_token={self.experts_per_token}"
+            )
+        if self.experts and (self.ffn_bias or not self.gated):
+            raise ValueError(f"experts={self.experts} have a gate and no bias, not gated={self.gated}, ffn_bias={self.ffn_bias}")
 
     @property
     def local_layers(self) -> tuple[bool, ...]:
@@ -104,9 +118,9 @@ class DecoderConfig:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Letter of the axis table -> size, and also S positions and C labels."""
+        """Letter of the axis table -> size, and also S positions and C labels; f is F."""
         sizes = {"L": self.layers, "D": self.width, "N": self.heads, "G": self.kv_heads, "H": self.head_size, "F": self.ffn}
-        return sizes | {"V": self.vocab, "S": self.max_positions, "C": self.labels}
+        return sizes | {"V": self.vocab, "S": self.max_positions, "C": self.labels, "e": self.experts, "f": self.ffn}
 
     @property
     def residual_std(self) -> float:
@@ -137,7 +151,7 @@ class EncoderConfig:
     qkv_bias: ClassVar[bool] = True
     out_bias: ClassVar[bool] = True
     ffn_bias: ClassVar[bool] = True
-    qk_norm: ClassVar[bool] = False
+    qk_norm: ClassVar[str] = ""
     query_scalar: ClassVar[int] = 0
     residual_std: ClassVar[float] = STD
 
@@ -213,12 +227,14 @@ _GPT2 = _GPT | dict(architecture="gpt2", positions="learned", activation="gelu_t
 _PYTHIA = _GPT | dict(architecture="gpt_neox", parallel_residual=True, activation="gelu", tied_embedding=False)
 _LLAMA_3 = dict(architecture="llama", norm_epsilon=1e-5, rope_theta=5e5)
 _QWEN2 = dict(architecture="qwen2", rope_theta=1e6, qkv_bias=True)
-_QWEN3 = dict(architecture="qwen3", rope_theta=1e6, qk_norm=True)
+_QWEN3 = dict(architecture="qwen3", rope_theta=1e6, qk_norm="head")
+_QWEN3_MOE = _QWEN3 | dict(architecture="qwen3_moe", tied_embedding=False, experts=128, experts_per_token=8, norm_top_k=True)
+_OLMO_2 = dict(architecture="olmo2", rope_theta=5e5, norm_place="after", qk_norm="token", tied_embedding=False)
 _GEMMA_3 = dict(
     architecture="gemma3_text",
     norm="offset_rms",
-    post_norms=True,
-    qk_norm=True,
+    norm_place="both",
+    qk_norm="head",
     scaled_embedding=True,
     activation="gelu_tanh",
     layer_pattern="lllllg",
@@ -263,4 +279,6 @@ PRESETS: dict[str, DecoderConfig] = {
         _GEMMA_3, 34, 2560, 8, 4, 256, 10240, 262208, 131072, window=1024, rope_scaling=RopeScaling(factor=8.0)
     ),
     "qwen3-4b": _shape(_QWEN3, 36, 2560, 32, 8, 128, 9728, 151936, 40960),
+    "olmo-2-7b": _shape(_OLMO_2, 32, 4096, 32, 32, 128, 11008, 100352, 4096),
+    "qwen3-30b-a3b": _shape(_QWEN3_MOE, 48, 2048, 32, 4, 128, 768, 151936, 40960),
 }

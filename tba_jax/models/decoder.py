@@ -1,4 +1,5 @@
-"""One decoder-only transformer, of which GPT-2, GPT-NeoX, Llama, Mistral, Qwen2, Qwen3 and Gemma 3 are settings."""
+"""One decoder-only transformer, of which GPT-2, GPT-NeoX, Llama, Mistral, Qwen2, Qwen3, its mixtures of experts, Gemma 3 and
+OLMo 2 are settings."""
 
 import functools
 import math
@@ -13,6 +14,7 @@ from tba_jax import sharding
 from tba_jax.models import attention, parameters
 from tba_jax.models.attention import Attend, Attention, Prefix, Rotary
 from tba_jax.models.config import STD, DecoderConfig
+from tba_jax.models.experts import Experts, Routing
 from tba_jax.models.layers import (
     REMAT_POLICIES,
     Einsum,
@@ -31,35 +33,51 @@ from tba_jax.models.parameters import Definition
 _UNROLLED = 8
 
 
-class Block(nnx.Module):
-    """A layer of the decoder: attention and feed-forward, each behind a norm and added to the residual stream."""
+def _normed(norm: Any, x: jax.Array) -> jax.Array:
+    return x if norm is None else norm(x)
 
+
+class Block(nnx.Module):
+    """A layer of the decoder: attention and feed-forward, each with norms and added to the residual stream."""
+
+    attention_norm: Any = None
     attention_post_norm: Any = None
+    feed_forward_norm: Any = None
     feed_forward_post_norm: Any = None
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         c = config
         norm = functools.partial(Norm, c.norm, "D", c.sizes, epsilon=c.norm_epsilon, rngs=rngs)
         self.parallel_residual = c.parallel_residual
-        self.attention_norm = norm()
         self.attention = Attention(c, rngs=rngs)
-        self.feed_forward_norm = norm()
-        self.feed_forward = FeedForward(c, rngs=rngs)
-        if c.post_norms:
+        self.feed_forward = Experts(c, rngs=rngs) if c.experts else FeedForward(c, rngs=rngs)
+        if c.norm_place != "after":
+            self.attention_norm, self.feed_forward_norm = norm(), norm()
+        if c.norm_place != "before":
             self.attention_post_norm, self.feed_forward_post_norm = norm(), norm()
 
     def project(self, x: jax.Array, rotary: Rotary) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Query [t, N, H], key and value [t, G, H] of the block's input x [t, D]."""
-        return self.attention.project(self.attention_norm(x), rotary)
+        return self.attention.project(_normed(self.attention_norm, x), rotary)
 
-    def __call__(self, x: jax.Array, rotary: Rotary, attend: Attend) -> tuple[jax.Array, Any]:
-        """Returns x [t, D] after the block, and the second result of `attend`."""
-        attended, kept = self.attention(self.attention_norm(x), rotary, attend)
+    def __call__(
+        self, x: jax.Array, rotary: Rotary, attend: Attend, counted: jax.Array | None = None
+    ) -> tuple[jax.Array, Any, Routing | None]:
+        """Returns x [t, D] after the block, the second result of `attend`, and how experts were chosen. Args: counted: see
+        Experts; without experts it is not read."""
+        attended, kept = self.attention(_normed(self.attention_norm, x), rotary, attend)
         if self.parallel_residual:
-            return x + attended + self.feed_forward(self.feed_forward_norm(x)), kept
-        x = x + (attended if self.attention_post_norm is None else self.attention_post_norm(attended))
-        fed = self.feed_forward(self.feed_forward_norm(x))
-        return x + (fed if self.feed_forward_post_norm is None else self.feed_forward_post_norm(fed)), kept
+            fed, routing = self._feed(x, counted)
+            return x + attended + fed, kept, routing
+        x = x + _normed(self.attention_post_norm, attended)
+        fed, routing = self._feed(x, counted)
+        return x + _normed(self.feed_forward_post_norm, fed), kept, routing
+
+    def _feed(self, x: jax.Array, counted: jax.Array | None) -> tuple[jax.Array, Routing | None]:
+        normed = _normed(self.feed_forward_norm, x)
+        if isinstance(self.feed_forward, Experts):
+            return self.feed_forward(normed, counted)
+        return self.feed_forward(normed), None
 
 
 class Decoder(nnx.Module):
@@ -92,8 +110,12 @@ class Decoder(nnx.Module):
             x = x + self.position_embedding(positions, dtype=self.config.compute_dtype)
         return sharding.constrain(x, "tD")
 
+    def __call__(self, tokens: jax.Array, **options: Any) -> jax.Array:
+        """Hidden states of whole sequences after the final norm, compute_dtype[B, T, D]. Args: see `routed`."""
+        return self.routed(tokens, **options)[0]
+
     @full_precision
-    def __call__(
+    def routed(
         self,
         tokens: jax.Array,
         *,
@@ -101,8 +123,9 @@ class Decoder(nnx.Module):
         segments: jax.Array | None = None,
         prefix: Prefix | None = None,
         remat: str = "none",
-    ) -> jax.Array:
-        """Hidden states of whole sequences after the final norm, compute_dtype[B, T, D].
+        counted: jax.Array | None = None,
+    ) -> tuple[jax.Array, Routing | None]:
+        """Hidden states of whole sequences after the final norm, compute_dtype[B, T, D], and how experts were chosen.
 
         Args:
           tokens: int32[B, T], padded on the right or not at all: causality alone keeps real tokens from attending to padding.
@@ -111,6 +134,7 @@ class Decoder(nnx.Module):
           prefix: which tokens of other sequences are read as well; with positions and segments, and not by every kernel, see
             scoring.shares_prompts. None: no others.
           remat: what the backward pass recomputes, a name of layers.REMAT.
+          counted: [B, T], how often each token counts in the Routing; None, or without experts: there is none.
         """
         c = self.config
         B, T = tokens.shape
@@ -120,15 +144,16 @@ class Decoder(nnx.Module):
         kernel: dict[str, Any] = dict(causal=True, kernel=c.attention, positions=positions, prefix=prefix)
         attends = [attention.whole_rows(B, T, segments, **kernel, window=c.window * local) for local in kinds]
 
-        def layer(block: Block, x: jax.Array, local: jax.Array | None) -> jax.Array:
+        def layer(block: Block, x: jax.Array, local: jax.Array | None) -> tuple[jax.Array, Routing | None]:
             """local: bool[]; None: the layers are all of one kind."""
+            real = None if counted is None else counted.reshape(-1)
             if local is None:
-                return block(x, tables[0], lambda *qkv: (attends[0](*qkv)[0], None))[0]
+                return block(x, tables[0], lambda *qkv: (attends[0](*qkv)[0], None), real)[::2]
             rotary = jax.tree.map(lambda of_global, of_local: jnp.where(local, of_local, of_global), *tables)
             whole, windowed = (lambda *qkv, attend=attend: attend(*qkv)[0] for attend in attends)
-            return block(x, rotary, lambda *qkv: (jax.lax.cond(local, windowed, whole, *qkv), None))[0]
+            return block(x, rotary, lambda *qkv: (jax.lax.cond(local, windowed, whole, *qkv), None), real)[::2]
 
-        x = parameters.scan(
+        x, routing = parameters.scan(
             layer,
             self.layers,
             self.embed_tokens(tokens.reshape(-1), positions.reshape(-1)),
@@ -137,7 +162,7 @@ class Decoder(nnx.Module):
             policy=REMAT_POLICIES[remat],
             unroll=remat == "none" and c.layers <= _UNROLLED,
         )
-        return self.final_norm(x).reshape(B, T, -1)
+        return self.final_norm(x).reshape(B, T, -1), routing
 
     def head(self, *, vmapped: bool = False) -> Callable[[jax.Array], jax.Array]:
         """The map of hidden states [t, D] to logits float32[t, V]: float32 because log-prob sums over long rows need it.

@@ -95,7 +95,8 @@ def passes(*, adapters: bool, held_reference: bool) -> int:
 def layer_weights(model: DecoderConfig) -> int:
     """The weights of all layers that each token is multiplied with."""
     D, N, G, H, F = model.width, model.heads, model.kv_heads, model.head_size, model.ffn
-    return model.layers * (D * H * (2 * N + 2 * G) + D * F * (3 if model.gated else 2))
+    of_experts = model.experts_per_token * D * F * 3 + D * model.experts
+    return model.layers * (D * H * (2 * N + 2 * G) + (of_experts if model.experts else D * F * (3 if model.gated else 2)))
 
 
 def head_weights(model: DecoderConfig) -> int:

@@ -162,7 +162,7 @@ def prefill(model: Decoder, tokens: jax.Array, length: jax.Array) -> tuple[jax.A
     *kinds, last_local = c.local_layers
     for block, local in zip(blocks, kinds, strict=True):
         attend = attention.whole_rows(Q, P, None, causal=True, kernel=c.attention, window=c.window * local)
-        x, kept = block(x, tables[local], attend)
+        x, kept, _ = block(x, tables[local], attend)
         cache.append(tuple(sharding.constrain(kv.swapaxes(1, 2), "QGSH") for kv in kept))
     # The last layer computes keys and values at all positions, and everything after them at the last position alone.
     _, *kept = last_block.project(x, tables[last_local])
@@ -171,7 +171,7 @@ def prefill(model: Decoder, tokens: jax.Array, length: jax.Array) -> tuple[jax.A
     before = positions < (length - 1)[:, None]
     if last_local:
         before &= positions >= (length - c.window)[:, None]
-    last, _ = last_block(last, _rotary(length - 1, c)[last_local], last_of_prompt(cache[-1], before))
+    last, *_ = last_block(last, _rotary(length - 1, c)[last_local], last_of_prompt(cache[-1], before))
     return model.head()(model.final_norm(last)), tuple(cache)
 
 
@@ -196,7 +196,7 @@ def prefill_after(model: Decoder, tokens: jax.Array, kept: jax.Array, length: ja
     x = model.embed_tokens(tokens.reshape(-1), embedded.reshape(-1))
     new = []
     for block, local, old in zip(model.layers, c.local_layers, cache, strict=True):
-        x, written = block(x, tables[local], _many_tokens(old, kept, local_before if local else before))
+        x, written, _ = block(x, tables[local], _many_tokens(old, kept, local_before if local else before))
         new.append(tuple(sharding.constrain(kv, "QGSH") for kv in written))
     last = jnp.take_along_axis(x.reshape(Q, P, -1), (length - kept - 1)[:, None, None], axis=1)[:, 0]
     return model.head()(model.final_norm(last)), tuple(new)
@@ -283,7 +283,7 @@ def decode_step(
         reads = local_masks if local else masks
         assert reads is not None, "a model with local layers needs their masks"
         attend = one_token(shared, mine, entry, reads.prompt, reads.own, tiled=tiled)
-        x, kept = block(x, tables[local], attend)
+        x, kept, _ = block(x, tables[local], attend)
         new_own.append(kept)
     return model.head()(model.final_norm(x)), tuple(new_own)
 

@@ -27,7 +27,7 @@ REMAT_POLICIES = {
 REMAT = tuple(REMAT_POLICIES)
 
 # Name in config.ACTIVATIONS -> function of each element.
-_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
@@ -80,7 +80,7 @@ class Einsum(nnx.Module):
     @property
     def outputs(self) -> str:
         """The letters of the weight that x does not have."""
-        return self.axes.removeprefix(self.inputs)
+        return "".join(axis for axis in self.axes if axis not in self.inputs)
 
     def __call__(self, x: jax.Array, *, dtype: Any = None) -> jax.Array:
         """The map of x in `dtype` (default: the dtype of x). Products are summed in the same dtype.
@@ -154,7 +154,7 @@ class Einsum(nnx.Module):
         Samplers may decode with it: trajectory balance asks no more of the sampling distribution than full support.
         """
         stacked = self._stacked()
-        inputs = tuple(range(len(stacked), len(stacked) + len(self.inputs)))
+        inputs = tuple(len(stacked) + self.axes.index(axis) for axis in self.inputs)
         weight = self.weight[...].astype(jnp.float32)
         largest = jnp.max(jnp.abs(weight), axis=inputs, keepdims=True)
         scale = jnp.where(largest > 0, largest, 1.0) / _LEVELS
@@ -224,25 +224,25 @@ def over_rows(product: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 
 
 class Norm(nnx.Module):
-    """A norm over the last axis, in float32, since bfloat16 loses digits of mean and variance.
+    """A norm over the last axes, those of its scale, in float32, since bfloat16 loses digits of mean and variance.
 
     Kind "rms": y = scale · x / rms(x); "offset_rms": y = (1 + scale) · x / rms(x); "layer": y = scale · (x - mean) / std + bias.
     """
 
     bias: Any = None
 
-    def __init__(self, kind: str, axis: str, sizes: Mapping[str, int], *, epsilon: float, rngs: nnx.Rngs):
-        self.kind, self.epsilon = kind, epsilon
+    def __init__(self, kind: str, axes: str, sizes: Mapping[str, int], *, epsilon: float, rngs: nnx.Rngs):
+        self.kind, self.epsilon, self.over = kind, epsilon, tuple(range(-len(axes), 0))
         initializer = nnx.initializers.zeros_init() if kind == "offset_rms" else nnx.initializers.ones_init()
-        self.scale = parameter(axis, sizes, initializer, rngs)
+        self.scale = parameter(axes, sizes, initializer, rngs)
         if kind == "layer":
-            self.bias = parameter(axis, sizes, nnx.initializers.zeros_init(), rngs)
+            self.bias = parameter(axes, sizes, nnx.initializers.zeros_init(), rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x32 = x.astype(jnp.float32)
         if self.kind == "layer":
-            x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
-        normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.epsilon)
+            x32 = x32 - jnp.mean(x32, axis=self.over, keepdims=True)
+        normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=self.over, keepdims=True) + self.epsilon)
 
         def weight(parameter: Any) -> jax.Array:
             """The parameter rounded to the compute dtype, as samplers hold it."""
@@ -268,7 +268,7 @@ class FeedForward(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps x [t, D] to [t, D]."""
-        activation, up = _ACTIVATIONS[self.activation], self.up(x)
+        activation, up = ACTIVATIONS[self.activation], self.up(x)
         return self.down(activation(up) if self.gate is None else activation(self.gate(x)) * up)
 
 
@@ -285,9 +285,10 @@ class Embedding(nnx.Module):
 
 
 class ScalarHead(nnx.Module):
-    """A linear map of hidden states to C numbers, in float32: scores of sequences, values of states, log Z of prompts.
+    """A linear map of hidden states to C numbers, in float32: scores of sequences, values of states, log Z of prompts, and the
+    logits of a router over experts.
 
-    y = x W + b. There is one small product a row, and rewards or losses read it.
+    y = x W + b. It is a small product, and rewards, losses or choices of experts read it.
     """
 
     bias: Any = None
@@ -301,5 +302,6 @@ class ScalarHead(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """float32[..., C] of x [..., D]."""
-        y = jnp.matmul(x.astype(jnp.float32), self.weight[...].astype(jnp.float32), precision="highest")
+        weight = sharding.constrain(self.weight[...], "DC").astype(jnp.float32)
+        y = jnp.matmul(x.astype(jnp.float32), weight, precision="highest")
         return y if self.bias is None else y + self.bias[...].astype(jnp.float32)

@@ -80,7 +80,7 @@ def _map_variables(function: Callable[[nnx.Variable], nnx.Variable], state: nnx.
 
 
 def scan(
-    function: Callable[[M, jax.Array, Any], jax.Array],
+    function: Callable[[M, jax.Array, Any], tuple[jax.Array, Any]],
     stacked: M,
     x: jax.Array,
     *,
@@ -88,8 +88,8 @@ def scan(
     dtype: str,
     policy: Callable[..., Any] | None,
     unroll: bool = False,
-) -> jax.Array:
-    """x after function(module, x, y) for each module of a stack in turn.
+) -> tuple[jax.Array, Any]:
+    """x after x, z = function(module, x, y) for each module of a stack in turn, and all z, stacked; z may be None.
 
     Args:
       along: arrays whose first axis is the stack; y is the slice of one module. None: y is None.
@@ -99,12 +99,12 @@ def scan(
     """
     graphdef, state = nnx.split(stacked)
 
-    def step(x: jax.Array, layer: tuple[Params, Any]) -> tuple[jax.Array, None]:
+    def step(x: jax.Array, layer: tuple[Params, Any]) -> tuple[jax.Array, Any]:
         params, y = layer
-        return function(nnx.merge(graphdef, params), x, y), None
+        return function(nnx.merge(graphdef, params), x, y)
 
     body = step if policy is None else jax.checkpoint(step, policy=policy)
-    return jax.lax.scan(body, x, (cast(nnx.to_pure_dict(state), dtype), along), unroll=unroll)[0]
+    return jax.lax.scan(body, x, (cast(nnx.to_pure_dict(state), dtype), along), unroll=unroll)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from tba_jax.models import decoder, hardware, kv_cache, parameters
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.decoder import Decoder
+from tba_jax.models.experts import ExpertMaps
 from tba_jax.models.layers import ScalarHead, linear_maps
 from tba_jax.models.parameters import Definition, Params, Specs
 
@@ -34,9 +35,11 @@ class LoraConfig:
 
 def _adapt(model: nnx.Module, lora: LoraConfig, rngs: nnx.Rngs) -> None:
     """Adds adapters to the maps that lora.targets name. Raises ValueError: a pattern matches none, or the rank is too large."""
-    linears = dict(linear_maps(model))
+    linears = {name: linear for name, linear in linear_maps(model) if not isinstance(linear, ExpertMaps)}
     for pattern in lora.targets:
         if not any(fnmatch.fnmatchcase(name, str(pattern)) for name in linears):
+            if any(fnmatch.fnmatchcase(name, str(pattern)) for name, _ in linear_maps(model)):
+                raise ValueError(f"lora.targets: {pattern!r} names experts, which take no adapters; others: {sorted(linears)}")
             raise ValueError(
                 f"lora.targets: {pattern!r} matches no linear map of the model; there are {sorted(linears)} "
                 """(several are given as '("layers.attention.query", "layers.attention.value")')"""

@@ -15,6 +15,7 @@ from tba_jax.models import attention, parameters
 from tba_jax.models.attention import Prefix
 from tba_jax.models.config import DecoderConfig, ResponseSpace
 from tba_jax.models.decoder import Decoder
+from tba_jax.models.experts import Routing
 from tba_jax.models.layers import full_precision
 from tba_jax.models.parameters import Params
 from tba_jax.packing import Packed, Sequences, summed
@@ -52,17 +53,21 @@ def response_logprobs(
 
 
 @jax.named_scope("score")
-def packed_hidden_states(model: Decoder, sequences: Sequences, *, remat: str) -> jax.Array:
-    """compute_dtype[W·M, places, D]: the hidden states that the listed response tokens are predicted from.
+def packed_hidden_states(model: Decoder, sequences: Sequences, *, remat: str, none: int) -> tuple[jax.Array, Routing | None]:
+    """compute_dtype[W·M, places, D]: the hidden states that the listed response tokens are predicted from; and how experts were
+    chosen on the way to these states, or None without experts. A state counts once for each token that is predicted from it.
 
-    Args: remat: see response_logprobs.
+    Args: remat: see response_logprobs; none: see packed_logprobs.
     """
     W, M, S = sequences.tokens.shape
     flat = jax.tree.map(lambda x: x.reshape(W * M, -1), sequences)
     prefix = None if sequences.prefix is None else Prefix(sequences.prefix, flat.parents)
-    hidden = model(flat.tokens, positions=flat.positions, segments=flat.segments, prefix=prefix, remat=remat)
-    listed = jax.vmap(lambda of_way, states: of_way[states])(hidden.reshape(W, M * S, -1), sequences.states)
-    return listed.reshape(W * M, *listed.shape[2:])
+    states, listed = (x.reshape(W, -1) for x in (sequences.states, sequences.numbers < none))
+    counted = jax.vmap(lambda states, listed: jnp.zeros(M * S).at[states].add(listed))(states, listed).reshape(W * M, S)
+    where: dict[str, Any] = dict(positions=flat.positions, segments=flat.segments, prefix=prefix)
+    hidden, routing = model.routed(flat.tokens, **where, counted=counted, remat=remat)
+    predicting = jax.vmap(lambda of_way, states: of_way[states])(hidden.reshape(W, M * S, -1), sequences.states)
+    return predicting.reshape(W * M, *predicting.shape[2:]), routing
 
 
 @jax.named_scope("score")
@@ -103,7 +108,7 @@ def program(
         model, (B,), logit_bytes = parameters.module(graphdef, params), packed.of_row.shape, (logit_megabytes << 20) * mesh.size
 
         def of_micro_batch(micro: Sequences, _: jax.Array) -> jax.Array:
-            hidden = packed_hidden_states(model, micro, remat="none")
+            hidden = packed_hidden_states(model, micro, remat="none", none=B * R)[0]
             logprobs, _ = packed_logprobs(model, hidden, micro, R=R, none=B * R, space=space, logit_bytes=logit_bytes)
             return by_row(logprobs, micro.numbers, B=B, R=R)
 

@@ -16,6 +16,7 @@ from tba_jax.decoding import slots as slots_lib
 from tba_jax.decoding.engine import Engine
 from tba_jax.decoding.requests import Generation, Request, Ticket
 from tba_jax.models import scoring
+from tba_jax.models.config import DecoderConfig
 from tba_jax.models.parameters import Params
 from tba_jax.models.policy import LoraConfig, Policy
 from tba_jax.text.tokenizers import stop_automaton
@@ -41,12 +42,14 @@ def rows_of(stream: Sequence[Request], found: Generation) -> tuple[np.ndarray, .
     return tuple(columns.values())
 
 
-score = jax.jit(functools.partial(applied.response_logprobs, R=R, config=MODEL, space=SPACE, logit_bytes=2**20, remat="none"))
+@functools.partial(jax.jit, static_argnames="config")
+def score(params: Params, *rows: np.ndarray, config: DecoderConfig = MODEL) -> tuple[jax.Array, jax.Array]:
+    return applied.response_logprobs(params, *rows, R=R, config=config, space=SPACE, logit_bytes=2**20, remat="none")
 
 
-def scores(params: Params, stream: Sequence[Request], found: Generation) -> np.ndarray:
+def scores(params: Params, stream: Sequence[Request], found: Generation, config: DecoderConfig = MODEL) -> np.ndarray:
     """float32[B, R]: policy log-probs of whole rows in one pass."""
-    return np.asarray(score(params, *rows_of(stream, found))[0])
+    return np.asarray(score(params, *rows_of(stream, found), config=config)[0])
 
 
 def teacher_forced_logits(stream, found: Generation, params: Params = PARAMS, config=MODEL) -> np.ndarray:
@@ -122,6 +125,19 @@ def test_merged_and_rounded_weights_on_a_mesh_draw_what_they_score():
     scored = scores(jax.device_get(params), stream, found)
     np.testing.assert_allclose(found.policy_logprobs, scored, rtol=0, atol=4e-5)
     assert np.abs(scores(PARAMS, stream, found) - found.policy_logprobs)[mask].max() > 0.05, "the adapters are felt"
+
+
+@pytest.mark.parametrize("weights, data, tensor", [("full", 1, 1), ("int8", 2, 2)])
+def test_experts_draw_what_they_score(weights, data, tensor):
+    policy = Policy(model=dataclasses.replace(MODEL, ffn=8, experts=4, experts_per_token=2))
+    mesh = tiny.make_mesh(data=data, tensor=tensor)
+    sharded = jax.device_put(applied.random(policy.model_specs, scale=0.4), policy.model_shardings(mesh))
+    params = sharding.on_mesh(mesh, jax.jit(functools.partial(policy.for_sampling, weights=weights)))(sharded, {})
+    stream = tiny.make_stream([1, 24, 3, 17], counts=(4, 3, 9), limits=False)
+    engine = tiny.make_engine(8, 4, model=policy.model, mesh=mesh, prompt_length=24, weights=weights)
+    found = tiny.decoded_together(engine, stream, params)
+    scored = scores(jax.device_get(params), stream, found, policy.model)
+    np.testing.assert_allclose(found.policy_logprobs, scored, rtol=0, atol=4e-5)
 
 
 def compiled(caplog: pytest.LogCaptureFixture) -> dict[str, int]:

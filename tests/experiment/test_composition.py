@@ -117,6 +117,11 @@ def test_what_ends_and_bounds_responses_is_in_the_contract():
     assert contract.banned_tokens == (0, 1, 4, 7)
 
 
+def test_a_model_without_experts_has_none_to_balance():
+    with pytest.raises(ValueError, match=r"learner\.router_aux_loss_coef=0\.01 balances experts, and the model has none"):
+        composition.build(tiny_run.config_with({"learner.router_aux_loss_coef": 0.01}))
+
+
 def test_a_special_token_whose_text_is_a_stop_string_is_allowed(model_folder, tmp_path):
     folder = tiny_checkpoints.write_byte_bpe(tmp_path / "tokenizer")
     definition = json.loads((folder / "tokenizer.json").read_text())

@@ -157,6 +157,62 @@ def test_meshes_give_what_one_device_gives(form, sizes, micro_batch_rows):
     tiny.assert_same(tiny.measured(sharding.on_mesh(mesh, step), state, batch), tiny.one_pass(form))
 
 
+EXPERTS = Policy(model=dataclasses.replace(MODEL, ffn=12, experts=4, experts_per_token=2, norm_top_k=True))
+
+
+def with_experts(coefficient: float, *, sizes: tuple[int, int, int] = (1, 1, 1), rows: int = 0) -> tiny.Found:
+    """See tiny.measured. Args: sizes: of the mesh; rows: of a micro-batch."""
+    mesh = sharding.make_mesh(sizes, setting="learner.mesh", devices=jax.devices()[: np.prod(sizes)])
+    shapes = state_lib.state_shapes(EXPERTS, tiny.DESCENT, mesh)
+    state = state_lib.init_state(EXPERTS, applied.random(EXPERTS.model_specs, scale=0.2), tiny.DESCENT)
+    state = jax.device_put(state, jax.tree.map(lambda x: x.sharding, shapes))
+    limits = tiny.limits(rows, ways=sharding.row_ways(mesh))
+    config = tiny.settings(policy=EXPERTS, router_aux_loss_coef=coefficient, limits=limits, remat="full")
+    step = sharding.on_mesh(mesh, tiny.make_step(config, mesh=mesh))
+    return tiny.measured(step, state, sharding.put_rows(mesh, random_batch()))
+
+
+@pytest.mark.parametrize("coefficient", [0.0, 0.3])
+def test_experts_are_balanced_over_the_batch(coefficient):
+    """Loads, entropies and the loss of Fedus et al. by loops over layers and experts, of rows that lie alone."""
+    batch, config = random_batch(), tiny.settings(policy=EXPERTS)
+    at = np.arange(P + R)
+    begin, end = batch.prompt_length[:, None], (batch.prompt_length + batch.response_length)[:, None]
+    counted = (at >= begin - 1) & (at < end - 1)
+    inputs = update_lib.objective_inputs(batch, step=jnp.int32(0), schedules=tiny.schedules(), config=config)
+
+    def loss(params: Any) -> Any:
+        policy, balance = EXPERTS.for_training(params, {}), 0.0
+        logprobs, _ = update_lib.score(policy, batch, config=config)
+        _, routing = policy.routed(batch.tokens, counted=counted)
+        n = counted.sum()
+        for layer in range(2):
+            for expert in range(4):
+                share = jax.lax.stop_gradient(routing.tokens[layer, expert] / n)
+                balance += 4 * share * routing.probabilities[layer, expert] / n / 2
+        outputs = PolicyOutputs(logprobs=logprobs, log_z=jnp.zeros(B))
+        return config.objective.loss(outputs, inputs) + coefficient * balance, (balance, routing)
+
+    params = applied.random(EXPERTS.model_specs, scale=0.2)
+    (value, (balance, routing)), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+    found = with_experts(coefficient)
+    tiny.assert_same((*found[:2], {}), (float(value), {"policy": gradient, "head": {}}, {}))
+    loads = np.asarray(routing.tokens) / (counted.sum() * 2 / 4)
+    expected = {"router_load_max": loads.max(), "router_load_min": loads.min(), "router_aux_loss": float(balance)}
+    expected["router_entropy"] = np.mean(routing.entropy) / counted.sum()
+    for name, each in expected.items():
+        np.testing.assert_allclose(found[2][name], each, rtol=2e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("sizes, rows", [((1, 1, 1), 6), ((2, 2, 2), 12), ((1, 4, 2), 6)], ids=str)
+def test_experts_on_meshes_and_in_micro_batches(sizes, rows):
+    tiny.assert_same(with_experts(0.3, sizes=sizes, rows=rows), with_experts(0.3))
+
+
+def test_models_without_experts_measure_no_routing():
+    assert not [name for name in tiny.one_pass("trajectory_balance")[2] if name.startswith("router")]
+
+
 # A reward of 1e30 is finite, the square of its residual is not.
 NOT_FINITE = [("reward", np.inf), ("reward", np.nan), ("reward", 1e30), ("ref_logprobs", -np.inf), ("behavior_logprobs", np.nan)]
 

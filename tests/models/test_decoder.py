@@ -112,11 +112,11 @@ def test_meshes_give_the_loss_and_gradients_of_one_device(name, kernel):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5), found, expected)
 
 
-def gathered(sizes: tuple[int, int, int], *, differentiate: bool) -> list[tuple[int, ...]]:
+def gathered(sizes: tuple[int, int, int], *, differentiate: bool, config: DecoderConfig = GROUPED) -> list[tuple[int, ...]]:
     """The shapes of all arrays that scoring of 16 rows exchanges between the devices of a mesh, but for sums of results."""
     mesh = sharding.make_mesh(sizes, setting="trainer.mesh")
-    settings = dict(R=7, config=GROUPED, space=EVERYTHING, logit_bytes=2 * BYTES_PER_STEP, remat="full")
-    params = jax.device_put(random_params(GROUPED), applied.shardings(GROUPED, mesh))
+    settings = dict(R=7, config=config, space=EVERYTHING, logit_bytes=2 * BYTES_PER_STEP, remat="full")
+    params = jax.device_put(random_params(config), applied.shardings(config, mesh))
 
     def score(params, *rows):
         return applied.response_logprobs(params, *rows, **settings)[0].sum()

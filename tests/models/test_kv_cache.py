@@ -61,7 +61,10 @@ def test_weights_lie_head_by_head_where_heads_fill_tiles(monkeypatch):
 @pytest.mark.parametrize(
     "name, form",
     [
-        *((name, "plain") for name in ("parallel residual, partial rotary", "learned positions", "query and key norms")),
+        *(
+            (name, "plain")
+            for name in ("parallel residual, partial rotary", "learned positions", "query and key norms", "experts")
+        ),
         *(("grouped, tied", "tiled"), ("local and global layers", "heads side by side"), ("grouped, tied", "large scores")),
     ],
 )

@@ -114,8 +114,9 @@ def test_gradients_are_those_of_the_merged_weights():
         return jnp.mean(jnp.sin(scoring.token_logprobs(model, model(TOKENS), TOKENS, **settings)[0]))
 
     found, expected = (jax.jit(jax.grad(loss), static_argnums=1)(adapters, merged) for merged in (False, True))
-    # Logits are as large as 10 here: float32 rounds their sums by some 1e-6 of that, and gradients by as much of theirs.
-    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5, rtol=1e-5), found, expected)
+    # Logits are as large as 10 here: float32 rounds their sums by some 1e-6 of that, and gradients by as much of theirs, on some
+    # processors up to 1.4e-5. A wrong scale or transposed factor is off by as much as the gradients are, which reach 1.
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=3e-5, rtol=3e-5), found, expected)
 
 
 def test_meshes_give_what_one_device_gives():

@@ -22,7 +22,7 @@ from tests.support import applied
 FIXTURES = Path(__file__).resolve().parent.parent / "fixtures"
 LANGUAGE_MODELS = (
     *("llama_untied", "llama_tied", "llama_biased", "mistral", "mistral_window", "qwen2", "qwen2_window", "qwen3"),
-    *("gpt2", "gpt_neox", "gemma3"),
+    *("gpt2", "gpt_neox", "gemma3", "qwen3_moe", "olmo2"),
 )
 ENCODERS = ("bert_embedding", "roberta_embedding", "bert_classifier", "roberta_classifier")
 REAL_MODELS = ("TinyStories-656K", "stories260K-hf")
@@ -57,6 +57,16 @@ def edit_weights(folder: Path, edit: Any) -> None:
     tensors = load_file(folder / "model.safetensors")
     edit(tensors)
     save_file(tensors, folder / "model.safetensors")
+
+
+def fuse(tensors: dict[str, np.ndarray]) -> None:
+    """Puts the experts of each layer of qwen3_moe into two tensors, as transformers 5 does with save_original_format=False."""
+    for layer in range(2):
+        name = f"model.layers.{layer}.mlp.experts"
+        gate, up, down = (
+            np.stack([tensors.pop(f"{name}.{i}.{kind}_proj.weight") for i in range(6)]) for kind in ("gate", "up", "down")
+        )
+        tensors |= {f"{name}.gate_up_proj": np.concatenate([gate, up], axis=1), f"{name}.down_proj": down}
 
 
 def shard_weights(folder: Path, count: int = 2) -> list[Path]:

@@ -11,7 +11,7 @@ from tba_jax.models.parameters import Params
 from tests.support import applied
 
 # What Gemma 3 does otherwise, with a window that is shorter than rows.
-GEMMA = dict(norm="offset_rms", post_norms=True, qk_norm=True, scaled_embedding=True, query_scalar=20)
+GEMMA = dict(norm="offset_rms", norm_place="both", qk_norm="head", scaled_embedding=True, query_scalar=20)
 GEMMA |= dict(activation="gelu_tanh", layer_pattern="lg", window=3, local_rope_theta=50.0)
 # What GPT-NeoX does otherwise.
 NEOX = dict(kv_heads=4, norm="layer", rotary_size=2, parallel_residual=True, activation="gelu", gated=False)
@@ -25,9 +25,11 @@ CONFIGS = {
     "multi-head, untied": dataclasses.replace(GROUPED, kv_heads=4, tied_embedding=False, rope_theta=500.0),
     "parallel residual, partial rotary": dataclasses.replace(GROUPED, **NEOX),
     "learned positions": dataclasses.replace(GROUPED, **GPT2),
-    "query and key norms": dataclasses.replace(GROUPED, qk_norm=True),
+    "query and key norms": dataclasses.replace(GROUPED, qk_norm="head"),
+    "norms after": dataclasses.replace(GROUPED, norm_place="after", qk_norm="token"),
     "local and global layers": dataclasses.replace(GROUPED, layers=3, **GEMMA),
     "scaled rotary": dataclasses.replace(GROUPED, rope_scaling=SCALING),
+    "experts": dataclasses.replace(GROUPED, qk_norm="head", experts=6, experts_per_token=2, norm_top_k=True, ffn=12),
 }
 EVERYTHING = scoring.ResponseSpace(temperature=1.0, banned_tokens=(), eos_id=-1)
 

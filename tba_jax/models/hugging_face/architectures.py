@@ -157,25 +157,44 @@ def _gated_tensors(config: DecoderConfig) -> Tensors:
     c = config
     layer = "model.layers.{layer}"
     tensors: Tensors = {"model.embed_tokens.weight": (Stored("embedding.weight", "V D", "V D"),)}
-    tensors |= files.norm(f"{layer}.input_layernorm", "layers.attention_norm")
+    if c.norm_place != "after":
+        tensors |= files.norm(f"{layer}.input_layernorm", "layers.attention_norm")
     tensors |= files.linear(f"{layer}.self_attn.q_proj", "layers.attention.query", ("(N H) D", "D N H", "(N H)"), c.qkv_bias)
     tensors |= files.linear(f"{layer}.self_attn.k_proj", "layers.attention.key", ("(G H) D", "D G H", "(G H)"), c.qkv_bias)
     tensors |= files.linear(f"{layer}.self_attn.v_proj", "layers.attention.value", ("(G H) D", "D G H", "(G H)"), c.qkv_bias)
     tensors |= files.linear(f"{layer}.self_attn.o_proj", "layers.attention.out", ("D (N H)", "N H D", "D"), c.out_bias)
     if c.qk_norm:
-        tensors |= files.norm(f"{layer}.self_attn.q_norm", "layers.attention.query_norm", "H")
-        tensors |= files.norm(f"{layer}.self_attn.k_norm", "layers.attention.key_norm", "H")
-    if c.post_norms:
-        tensors |= files.norm(f"{layer}.post_attention_layernorm", "layers.attention_post_norm")
-        tensors |= files.norm(f"{layer}.pre_feedforward_layernorm", "layers.feed_forward_norm")
-        tensors |= files.norm(f"{layer}.post_feedforward_layernorm", "layers.feed_forward_post_norm")
-    else:
+        query, key = ("(N H)", "(G H)") if c.qk_norm == "token" else ("H", "H")
+        tensors |= files.norm(f"{layer}.self_attn.q_norm", "layers.attention.query_norm", query)
+        tensors |= files.norm(f"{layer}.self_attn.k_norm", "layers.attention.key_norm", key)
+    if c.norm_place == "before":
         tensors |= files.norm(f"{layer}.post_attention_layernorm", "layers.feed_forward_norm")
-    tensors |= files.linear(f"{layer}.mlp.gate_proj", "layers.feed_forward.gate", ("F D", "D F", "F"), c.ffn_bias)
-    tensors |= files.linear(f"{layer}.mlp.up_proj", "layers.feed_forward.up", ("F D", "D F", "F"), c.ffn_bias)
-    tensors |= files.linear(f"{layer}.mlp.down_proj", "layers.feed_forward.down", ("D F", "F D", "D"), c.ffn_bias)
+    else:
+        tensors |= files.norm(f"{layer}.post_attention_layernorm", "layers.attention_post_norm")
+        tensors |= files.norm(f"{layer}.post_feedforward_layernorm", "layers.feed_forward_post_norm")
+    if c.norm_place == "both":
+        tensors |= files.norm(f"{layer}.pre_feedforward_layernorm", "layers.feed_forward_norm")
+    if c.experts:
+        tensors[f"{layer}.mlp.gate.weight"] = (Stored("layers.feed_forward.router.weight", "e D", "D e"),)
+        expert = f"{layer}.mlp.experts.{{expert}}"
+        tensors[f"{expert}.gate_proj.weight"] = (Stored("layers.feed_forward.gate.weight", "f D", "D f"),)
+        tensors[f"{expert}.up_proj.weight"] = (Stored("layers.feed_forward.up.weight", "f D", "D f"),)
+        tensors[f"{expert}.down_proj.weight"] = (Stored("layers.feed_forward.down.weight", "D f", "f D"),)
+    else:
+        tensors |= files.linear(f"{layer}.mlp.gate_proj", "layers.feed_forward.gate", ("F D", "D F", "F"), c.ffn_bias)
+        tensors |= files.linear(f"{layer}.mlp.up_proj", "layers.feed_forward.up", ("F D", "D F", "F"), c.ffn_bias)
+        tensors |= files.linear(f"{layer}.mlp.down_proj", "layers.feed_forward.down", ("D F", "F D", "D"), c.ffn_bias)
     tensors |= files.norm("model.norm", "final_norm")
     return tensors | files.head(c.head, c.tied_embedding, "lm_head.weight")
+
+
+def _fused_experts(config: DecoderConfig) -> Tensors:
+    """The tensors of a checkpoint that holds the experts of a layer in two tensors, as transformers 5 does in memory."""
+    path, experts = "layers.feed_forward", "model.layers.{layer}.mlp.experts"
+    gate, up = (Stored(f"{path}.{name}.weight", "e (2 f) D", "e D f", part) for part, name in enumerate(("gate", "up")))
+    tensors: Tensors = {name: parts for name, parts in _gated_tensors(config).items() if "{expert}" not in name}
+    down = Stored(f"{path}.down.weight", "e D f", "e f D")
+    return tensors | {f"{experts}.gate_up_proj": (gate, up), f"{experts}.down_proj": (down,)}
 
 
 def _read_gpt_neox(settings: Settings, fields: dict[str, Any]) -> dict[str, Any]:
@@ -254,6 +273,14 @@ def _gated_keys(*, kv_heads: int = 0, head_size: int = 0, max_positions: int, ti
 
 _ACTIVATION = {"hidden_act": Key("activation", Settings.activation, "silu")}
 _BIAS = {"attention_bias": Key("qkv_bias out_bias", Settings.flag, False)}
+_EXPERTS = {
+    "intermediate_size": Key("ffn", absent=6144),  # of layers without experts, of which there are none
+    # transformers 5 writes num_local_experts.
+    "num_experts": Key("experts", absent=lambda settings: settings.size("num_local_experts", 128)),
+    "num_experts_per_tok": Key("experts_per_token", absent=8),
+    "moe_intermediate_size": Key("ffn", absent=768),
+    "norm_topk_prob": Key("norm_top_k", Settings.flag, False),
+}
 _DECODER = functools.partial(Architecture, config=DecoderConfig, define=decoder.define)
 
 
@@ -299,10 +326,27 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3": _gated(
         "Qwen3",
         only={"use_mrope": (False, None)},
-        fixed=dict(qk_norm=True),
+        fixed=dict(qk_norm="head"),
         keys=_gated_keys(kv_heads=32, head_size=128, max_positions=32768) | _ACTIVATION | _BIAS,
         read_more=_read_qwen,
         write_more=_write_qwen,
+    ),
+    "qwen3_moe": _gated(
+        "Qwen3Moe",
+        only={"use_mrope": (False, None), "decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
+        fixed=dict(qk_norm="head"),
+        keys=_gated_keys(kv_heads=4, max_positions=32768) | _ACTIVATION | _BIAS | _EXPERTS,
+        read_more=_read_qwen,
+        write_more=_write_qwen,
+        others=_fused_experts,
+    ),
+    "olmo2": _gated(
+        "Olmo2",
+        only={"layer_types": (None,), "sliding_window": (None,)},
+        fixed=dict(norm_place="after", qk_norm="token"),
+        keys=_gated_keys(max_positions=2048) | {"rms_norm_eps": Key("norm_epsilon", Settings.number, 1e-5)} | _ACTIVATION | _BIAS,
+        read_more=_read_gated,
+        write_more=_write_rotary,
     ),
     "gemma3_text": _gated(
         "Gemma3",
@@ -313,7 +357,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "use_bidirectional_attention": (False, None),
             "hidden_activation": (_GEMMA_ACTIVATION,),
         },
-        fixed=dict(activation="gelu_tanh", norm="offset_rms", post_norms=True, qk_norm=True, scaled_embedding=True),
+        fixed=dict(activation="gelu_tanh", norm="offset_rms", norm_place="both", qk_norm="head", scaled_embedding=True),
         keys=_gated_keys(kv_heads=4, head_size=256, max_positions=131072, tied=True) | _BIAS,
         read_more=_read_gemma3,
         write_more=_write_gemma3,

@@ -85,8 +85,11 @@ class Encoder(nnx.Module):
         x = x + self.position_embedding(positions.reshape(-1), dtype=c.compute_dtype)
         x = x + self.token_type_embedding(jnp.zeros(B * T, jnp.int32), dtype=c.compute_dtype)  # one segment a row
         x = self.embedding_norm(sharding.constrain(x, "tD"))
-        x = parameters.scan(lambda block, x, _: block(x, attend), self.layers, x, dtype=c.compute_dtype, policy=None)
-        return x.reshape(B, T, -1)
+
+        def layer(block: EncoderBlock, x: jax.Array, _: None) -> tuple[jax.Array, None]:
+            return block(x, attend), None
+
+        return parameters.scan(layer, self.layers, x, dtype=c.compute_dtype, policy=None)[0].reshape(B, T, -1)
 
     @full_precision
     def classify(self, tokens: jax.Array, token_mask: jax.Array) -> jax.Array:

@@ -121,14 +121,11 @@ def _checked_leaves(config: Any, params: Params) -> dict[str, Any]:
 def _write_weights(folder: Path, config: Any, leaves: Mapping[str, Any], dtype: str, max_shard_bytes: int) -> None:
     import huggingface_hub
 
-    tensors = {  # name -> layer (None outside of the stack), what it holds
-        pattern.format(layer=layer): (layer, parts)
-        for pattern, parts in ARCHITECTURES[config.architecture].tensors(config).items()
-        for layer in (range(config.layers) if "{layer}" in pattern else (None,))
-    }
+    architecture = ARCHITECTURES[config.architecture]
+    tensors = architecture.named(config, architecture.tensors(config))
     item = jnp.dtype(dtype).itemsize
     split = huggingface_hub.split_state_dict_into_shards_factory(
-        {name: item * math.prod(parts[0].shape(config.sizes)) for name, (_, parts) in tensors.items()},
+        {name: item * math.prod(parts[0].shape(config.sizes)) for name, (*_, parts) in tensors.items()},
         get_storage_size=int,
         filename_pattern=load.SINGLE.replace(".", "{suffix}.", 1),
         max_shard_size=max_shard_bytes,
@@ -136,8 +133,13 @@ def _write_weights(folder: Path, config: Any, leaves: Mapping[str, Any], dtype: 
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / load.INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+    @functools.lru_cache(maxsize=1)  # the experts of a layer follow each other
+    def read(path: str, layer: int | None) -> np.ndarray:
+        return np.asarray(leaves[path] if layer is None else leaves[path][layer])
+
     for file, names in split.filename_to_tensors.items():
-        _write_tensors(folder / file, {name: _content(name, *tensors[name], leaves, config.sizes, dtype) for name in names})
+        _write_tensors(folder / file, {name: _content(name, *tensors[name], read, config.sizes, dtype) for name in names})
 
 
 def _write_tensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
@@ -146,13 +148,22 @@ def _write_tensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
 
 
 def _content(
-    name: str, layer: int | None, parts: Sequence[Stored], leaves: Mapping[str, Any], sizes: Mapping[str, int], dtype: str
+    name: str,
+    layer: int | None,
+    expert: int | None,
+    parts: Sequence[Stored],
+    read: Callable[[str, int | None], np.ndarray],
+    sizes: Mapping[str, int],
+    dtype: str,
 ) -> np.ndarray:
-    """The tensor. Raises ValueError on an integer parameter, and on numbers that are not finite (in `dtype`)."""
+    """The tensor. Raises ValueError on an integer parameter, and on numbers that are not finite (in `dtype`).
+
+    Args: read: (our path, number of the layer) -> our parameter.
+    """
     content = np.empty(parts[0].shape(sizes), jnp.dtype(dtype))
     for part in parts:
-        leaf = leaves[part.path]
-        ours = np.asarray(leaf if layer is None else leaf[layer])
+        ours = read(part.path, layer)
+        ours = ours if expert is None else ours[expert]
         if not jnp.issubdtype(ours.dtype, jnp.floating):
             raise ValueError(f"{part.path} is {ours.dtype}; integer weights must be restored before they are exported")
         with np.errstate(over="ignore"):  # what becomes infinite is refused below

@@ -23,7 +23,8 @@ COPIED_BYTES = 512 << 10  # of a tensor that are copied at a time: a transposed 
 class Stored:
     """How one of our parameters lies in a tensor of the checkpoint. Letters of the axis table, with C labels and S positions.
 
-    path: ours, "layers.attention.query.weight". our_axes: "D N H": ours, without the layer axis.
+    path: ours, "layers.attention.query.weight". our_axes: "D N H": ours, without the layer axis, and without the axis of experts
+    where each expert has a tensor of its own.
     stored_axes: "(N 3 H) D": the checkpoint's dimensions; "(...)" is one dimension, slowest first; a number is a fixed axis, on
     which `part` is the index of our parameter.
     """
@@ -62,7 +63,7 @@ def copy(target: np.ndarray, source: np.ndarray) -> None:
         target[block] = source[block].astype(target.dtype)
 
 
-# Name of a tensor, with "{layer}" for the number of a layer -> our parameters that it holds.
+# Name of a tensor, with "{layer}" and "{expert}" for numbers -> our parameters that it holds.
 Tensors = dict[str, tuple[Stored, ...]]
 
 
@@ -75,8 +76,8 @@ def linear(name: str, path: str, axes: tuple[str, str, str], bias: bool) -> Tens
 
 def norm(name: str, path: str, axis: str = "D", *, bias: bool = False) -> Tensors:
     """The scale of a norm, and the bias of a layer norm."""
-    tensors: Tensors = {f"{name}.weight": (Stored(f"{path}.scale", axis, axis),)}
-    return tensors | ({f"{name}.bias": (Stored(f"{path}.bias", axis, axis),)} if bias else {})
+    tensors: Tensors = {f"{name}.weight": (Stored(f"{path}.scale", axis, axis.strip("()")),)}
+    return tensors | ({f"{name}.bias": (Stored(f"{path}.bias", axis, axis.strip("()")),)} if bias else {})
 
 
 def head(kind: str, tied: bool, lm_head: str) -> Tensors:
@@ -214,6 +215,7 @@ class Architecture:
     read_more: (settings, fields so far) -> the fields that are not a key each. write_more: the inverse, config -> keys.
     prefix: begins the names of the base model's tensors; a checkpoint of the base model alone has the names without it.
     lm_head: the tensor that is redundant if embeddings are tied, and that is left out if head="score" is asked for.
+    others: our config -> the tensors where a checkpoint has another layout, which is that of the file that has such names.
     ignored: regular expression of the tensors (without the prefix) that are not read, such as buffers that old versions saved.
     """
 
@@ -229,6 +231,16 @@ class Architecture:
     prefix: str
     lm_head: str = ""
     ignored: str = ""
+    others: Callable[[Any], Tensors] | None = None
+
+    def named(self, config: Any, tensors: Tensors) -> dict[str, tuple[int | None, int | None, tuple[Stored, ...]]]:
+        """Names of the tensors of all layers and experts, in turn -> number of the layer and of the expert, and the content."""
+        return {
+            pattern.format(layer=layer, expert=expert): (layer, expert, parts)
+            for pattern, parts in tensors.items()
+            for layer in (range(config.layers) if "{layer}" in pattern else (None,))
+            for expert in (range(config.experts) if "{expert}" in pattern else (None,))
+        }
 
     def read(self, settings: Settings) -> dict[str, Any]:
         """Fields of our config. Raises ValueError: a setting is malformed, or is not computed."""

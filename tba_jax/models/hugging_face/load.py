@@ -203,7 +203,7 @@ def load_params(
     specs, sharding_of = parameters.flatten(definition.specs), parameters.flatten(shardings)
     sources = _open_checked(resolve_folder(folder), config, fresh is not None)
     read = functools.partial(_load, sizes=config.sizes, dtype=dtype)
-    loaded = {path: read(layers, specs[path], sharding_of[path]) for path, layers in sources.items()}
+    loaded = {path: read(of_path, specs[path], sharding_of[path]) for path, of_path in sources.items()}
     if new := [path for path in specs if path not in sources]:
         assert all(path.startswith(_NEW_HEAD) for path in new), "the architecture has a tensor for every other parameter"
 
@@ -228,12 +228,12 @@ class _Tensor:
         return np.asarray(np.memmap(self.path, DTYPES[self.dtype], mode="r", offset=self.offset, shape=self.shape))
 
 
-# One of our parameters (of one layer): the tensor that holds it, and how.
+# One of our parameters (of one layer, and of one expert): the tensor that holds it, and how.
 _Source = tuple[_Tensor, Stored]
 
 
 def _load(
-    layers: Sequence[_Source], spec: ParamSpec, sharding: jax.sharding.Sharding, *, sizes: Mapping[str, int], dtype: str
+    sources: Sequence[_Source], spec: ParamSpec, sharding: jax.sharding.Sharding, *, sizes: Mapping[str, int], dtype: str
 ) -> jax.Array:
     """One of our parameters in its sharding, of which every device's shard is read by itself."""
 
@@ -241,11 +241,10 @@ def _load(
         assert index is not None
         bounds = [part.indices(size) for part, size in zip(index, spec.shape, strict=True)]
         shard = parameters.aligned_empty(tuple(stop - start for start, stop, _ in bounds), dtype)
-        if spec.axes[0] != "layers":
-            _fill(shard, layers[0], sizes, index)
-            return shard
-        for target, source in zip(shard, layers[index[0]], strict=True):
-            _fill(target, source, sizes, index[1:])
+        stacked = len(spec.shape) - len(sources[0][1].our_axes.split())  # axes along which each tensor is one entry
+        numbers = np.arange(len(sources)).reshape(spec.shape[:stacked])[index[:stacked]]
+        for place, number in np.ndenumerate(numbers):
+            _fill(shard[place], sources[int(number)], sizes, index[stacked:])
         return shard
 
     return jax.make_array_from_callback(spec.shape, sharding, read_shard)
@@ -311,7 +310,7 @@ def _open_folder(folder: Path) -> dict[str, _Tensor]:
 
 
 def _open_checked(folder: Path, config: Any, new_heads: bool) -> dict[str, list[_Source]]:
-    """Our parameter -> its tensor in each layer, once every check has passed, without new heads."""
+    """Our parameter -> its tensors, by layer and expert, once every check has passed, without new heads."""
     tensors = _open_folder(folder)
     sources: dict[str, list[_Source]] = {}
     for name, parts in _expected(folder, tensors, config, new_heads).items():
@@ -322,7 +321,7 @@ def _open_checked(folder: Path, config: Any, new_heads: bool) -> dict[str, list[
 
 
 def _expected(folder: Path, present: Mapping[str, _Tensor], config: Any, new_heads: bool) -> dict[str, tuple[Stored, ...]]:
-    """The tensors to read, in the order of their layers -> what they hold. Raises ValueError, see load_params."""
+    """The tensors to read, in the order of layers and experts -> what they hold. Raises ValueError, see load_params."""
     architecture = ARCHITECTURES[config.architecture]
     table = architecture.tensors(config)
     prefix = architecture.prefix if any(name.startswith(architecture.prefix) for name in present) else ""
@@ -332,11 +331,12 @@ def _expected(folder: Path, present: Mapping[str, _Tensor], config: Any, new_hea
 
     if config.layers > len(present):
         raise ValueError(f"{folder}: config.json says {config.layers} layers, the weights hold {len(present)} tensors in all")
+    if architecture.others is not None:
+        other = architecture.others(config)
+        if any(file_name(name) in present for name in architecture.named(config, {n: other[n] for n in other if n not in table})):
+            table = other
     embedding = next((file_name(name) for name, parts in table.items() if parts[0].path == "embedding.weight"), "")
-    expected: dict[str, tuple[Stored, ...]] = {}
-    for pattern, parts in table.items():
-        for layer in range(config.layers if "{layer}" in pattern else 1):
-            expected[file_name(pattern.format(layer=layer))] = parts
+    expected = {file_name(name): parts for name, (_, _, parts) in architecture.named(config, table).items()}
     left_out = set() if architecture.lm_head in expected else {architecture.lm_head}
     if left_out & set(present) and config.tied_embedding:  # savers keep either name of a tied tensor, or both
         if embedding in present:

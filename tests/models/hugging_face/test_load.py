@@ -26,7 +26,16 @@ from tests.support.tiny_checkpoints import LANGUAGE_MODELS, REAL_MODELS, assert_
 REAL_GOLDEN = tiny.FIXTURES / "real_models.npz"
 # Those of make_fixtures.MODELS, which cannot be imported without torch.
 VARIANTS = (
-    *(*LANGUAGE_MODELS, "qwen2_untied", "qwen3_biased", "gpt2_relu", "gpt_neox_sequential", "llama_linear"),
+    *(
+        *LANGUAGE_MODELS,
+        "qwen2_untied",
+        "qwen3_biased",
+        "qwen3_moe_plain",
+        "olmo2_biased",
+        "gpt2_relu",
+        "gpt_neox_sequential",
+        "llama_linear",
+    ),
     *("llama_reward", "qwen3_classifier", "gpt2_classifier", "gpt_neox_reward", "gemma3_reward"),
 )
 
@@ -78,7 +87,9 @@ def test_random_models_equal_torch(torch, tmp_path, name):
         assert tiny.greedy(params, config, tokens[0], 32) == make_fixtures.greedy(model, tokens[0], 32)[0].tolist()
 
 
-@pytest.mark.parametrize("name, sizes", [("llama_untied", (1, 4, 2)), ("gpt2", (4, 2, 1))], ids=str)
+@pytest.mark.parametrize(
+    "name, sizes", [("llama_untied", (1, 4, 2)), ("gpt2", (4, 2, 1)), ("qwen3_moe", (1, 4, 2)), ("olmo2", (1, 2, 2))], ids=str
+)
 def test_every_mesh_reads_the_same_parameters(name, sizes):
     config, expected = load(path_of(name))
     _, found = load(path_of(name), sizes)
@@ -108,6 +119,25 @@ def test_the_host_holds_its_shards_and_little_else(tmp_path):
     shards = sum(p.nbytes for p in jax.tree.leaves(params))
     assert shards <= peak < 1.2 * shards  # one embedding or stack more would not fit
     assert_same_params(params, jax.tree.map(lambda leaf: leaf.astype(ml_dtypes.bfloat16).astype(np.float32), stored))
+
+
+def test_fused_experts_are_read(tmp_path):
+    folder, (_, expected) = copy_of("qwen3_moe", tmp_path), load(path_of("qwen3_moe"))
+    tiny.edit_weights(folder, tiny.fuse)
+    tiny.edit_config(folder, num_local_experts=None, num_experts=6)  # the name on the hub
+    assert_same_params(load(folder, (1, 2, 2))[1], expected)
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
+def test_a_router_in_half_precision_is_read_as_float32(tmp_path, dtype):
+    name = "model.layers.1.mlp.gate.weight"
+    folder, (_, expected) = copy_of("qwen3_moe", tmp_path), load(path_of("qwen3_moe"))
+    tiny.edit_weights(folder, lambda tensors: tensors.update({name: tensors[name].astype(dtype)}))
+    found = load(folder)[1]["layers"]["feed_forward"]["router"]["weight"]
+    rounded = np.array(expected["layers"]["feed_forward"]["router"]["weight"])
+    rounded[1] = rounded[1].astype(dtype)
+    assert found.dtype == np.float32
+    np.testing.assert_array_equal(found, rounded)
 
 
 def test_half_precision_and_shards(tmp_path):

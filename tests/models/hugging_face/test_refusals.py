@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 from tba_jax.models.hugging_face import load as load_lib
 from tba_jax.models.hugging_face.architectures import ARCHITECTURES
 from tba_jax.models.hugging_face.files import Settings
-from tests.support.tiny_checkpoints import copy_of, edit_config, edit_weights, load, path_of, shard_weights
+from tests.support.tiny_checkpoints import copy_of, edit_config, edit_weights, fuse, load, path_of, shard_weights
 
 INFINITY = float("inf")
 QUERY = "model.layers.1.self_attn.q_proj.weight"
@@ -33,7 +33,9 @@ def refused(folder: Path, settings: dict, sentence: str) -> None:
     assert str(refusal.value).startswith(f"{folder / 'config.json'}: ") and "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize("name", ["llama_untied", "mistral", "qwen2", "qwen3", "gemma3", "gpt2", "gpt_neox", "bert_classifier"])
+@pytest.mark.parametrize(
+    "name", ["llama_untied", "mistral", "qwen2", "qwen3", "qwen3_moe", "olmo2", "gemma3", "gpt2", "gpt_neox", "bert_classifier"]
+)
 def test_every_key_is_checked(tmp_path, name):
     folder = copy_of(name, tmp_path)
     original = json.loads((folder / "config.json").read_text())
@@ -70,6 +72,13 @@ def test_every_key_is_checked(tmp_path, name):
         ("gpt_neox", {"rope_parameters": None, "rotary_pct": 1.5}, "rotary_pct=1.5 of heads of 8 elements rotates 12"),
         ("gpt_neox", {"rope_parameters": None, "rotary_pct": 0.4}, "rotary_size=3 must be even"),
         ("gpt_neox", {"rope_parameters": {"partial_rotary_factor": 2}}, "partial_rotary_factor=2.0 of heads of 8 elements"),
+        (
+            "qwen3_moe",
+            {"decoder_sparse_step": 2},
+            "decoder_sparse_step=2 is not supported; .* computes decoder_sparse_step=1 only",
+        ),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\] is not supported; .* computes mlp_only_layers=\[\] only"),
+        ("qwen3_moe", {"num_experts_per_tok": 7}, "experts=6 .* 1 to 6, not experts_per_token=7"),
         ("gpt_neox_reward", {"id2label": ["a"]}, r"id2label=\['a'\] must be an object"),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
@@ -175,3 +184,34 @@ def test_weights_that_do_not_fit_are_named(folder, edit, settings, asked, senten
     edit_config(folder, **settings)
     with pytest.raises(ValueError, match=sentence):
         load(folder, **asked)
+
+
+EXPERTS = "model.layers.1.mlp.experts"
+
+
+def transpose(tensors: dict[str, np.ndarray]) -> None:
+    fuse(tensors)
+    for name in [name for name in tensors if name.startswith(EXPERTS)]:
+        tensors[name] = np.ascontiguousarray(tensors[name].swapaxes(1, 2))
+
+
+def part_fused(tensors: dict[str, np.ndarray]) -> None:
+    apart = {name: tensor for name, tensor in tensors.items() if name.startswith(EXPERTS)}
+    fuse(tensors)
+    tensors |= apart
+    del tensors[f"{EXPERTS}.down_proj"]
+
+
+@pytest.mark.parametrize(
+    "edit, sentence",
+    [
+        (transpose, rf"{EXPERTS}\.gate_up_proj has shape \[6, 16, 24\], config\.json makes it \[6, 24, 16\]"),
+        (part_fused, rf"missing from the weights: {EXPERTS}\.down_proj; unknown ones are there: {EXPERTS}\.0\.down_proj\.weight"),
+        (lambda t: t.pop(f"{EXPERTS}.5.up_proj.weight"), rf"1 of 57 tensors are missing .*: {EXPERTS}\.5\.up_proj\.weight"),
+    ],
+)
+def test_experts_that_do_not_fit_are_named(tmp_path, edit, sentence):
+    folder = copy_of("qwen3_moe", tmp_path)
+    edit_weights(folder, edit)
+    with pytest.raises(ValueError, match=sentence):
+        load(folder)

@@ -1,0 +1,221 @@
+"""Mixtures of experts against NumPy loops: on meshes, in both forms of their products, in bfloat16, int8 and beside adapters."""
+
+import dataclasses
+import functools
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from tba_jax import sharding
+from tba_jax.experiment import topologies
+from tba_jax.models import experts, kv_cache, parameters
+from tba_jax.models.config import DecoderConfig
+from tba_jax.models.policy import LoraConfig, Policy
+from tests.models.test_decoder import BYTES_PER_STEP, gathered, random_rows, score_and_gradient
+from tests.support import applied
+from tests.support.tiny_decoders import CONFIGS, GROUPED, logits_of_whole, random_params
+
+MOE = CONFIGS["experts"]
+LAYER = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), random_params(MOE)["layers"]["feed_forward"])
+X = np.random.default_rng(1).normal(size=(37, MOE.width)).astype(np.float32)
+
+
+def layer(config: DecoderConfig = MOE, params: dict = LAYER, weights: str = "full") -> experts.Experts:
+    made = experts.Experts(config, rngs=nnx.Rngs(0))
+    if weights == "int8":
+        for each in (made.gate, made.up, made.down):
+            each.quantize()
+    return parameters.module(nnx.graphdef(made), params)
+
+
+def in_numpy(x: np.ndarray, params: dict = LAYER, config: DecoderConfig = MOE) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """y float64[t, D], whether each token goes through each expert bool[t, e], and the router's softmax float64[t, e]."""
+    router, gate, up, down = (np.asarray(params[name]["weight"], np.float64) for name in ("router", "gate", "up", "down"))
+    probabilities = np.exp(x @ router) / np.exp(x @ router).sum(1, keepdims=True)
+    y, goes = np.zeros(x.shape), np.zeros(probabilities.shape, bool)
+    for t, p in enumerate(probabilities):
+        goes[t, np.argsort(p)[-config.experts_per_token :]] = True
+        share = p[goes[t]].sum() if config.norm_top_k else 1.0
+        for i in np.flatnonzero(goes[t]):
+            gated = x[t] @ gate[i]
+            y[t] += p[i] / share * (gated / (1 + np.exp(-gated)) * (x[t] @ up[i])) @ down[i]
+    return y, goes, probabilities
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+@pytest.mark.parametrize("norm_top_k", [True, False])
+def test_tokens_go_through_their_experts(monkeypatch, platform, norm_top_k):
+    """The form of other platforms computes on CPUs, too."""
+    monkeypatch.setattr(sharding, "platform", lambda: platform)
+    config, counted = dataclasses.replace(MOE, norm_top_k=norm_top_k), np.arange(len(X)) % 3 > 0
+    found, routing = layer(config)(jnp.asarray(X), jnp.asarray(counted))
+    y, goes, probabilities = in_numpy(X, config=config)
+    np.testing.assert_allclose(found, y, atol=1e-5)
+    np.testing.assert_array_equal(routing.tokens, goes[counted].sum(0))
+    np.testing.assert_allclose(routing.probabilities, probabilities[counted].sum(0), rtol=1e-5)
+    np.testing.assert_allclose(routing.entropy, -(probabilities * np.log(probabilities))[counted].sum(), rtol=1e-5)
+    assert routing.counted == counted.sum()
+
+
+def test_all_tokens_may_go_through_the_same_experts():
+    """None is dropped, and an expert without tokens has no gradient."""
+    router = jnp.zeros_like(LAYER["router"]["weight"]).at[:, :2].set(jnp.array([2.0, 1.0]))
+    params = LAYER | {"router": {"weight": router}}
+    x = np.abs(X)
+
+    def loss(params: dict) -> jax.Array:
+        return jnp.sum(layer(params=params)(jnp.asarray(x))[0] ** 2)
+
+    np.testing.assert_allclose(layer(params=params)(jnp.asarray(x))[0], in_numpy(x, params)[0], atol=1e-4)
+    gradient = jax.grad(loss)(params)["gate"]["weight"]
+    assert np.abs(gradient[:2]).max(axis=(1, 2)).min() > 0 and not gradient[2:].any()
+
+
+@pytest.mark.parametrize("tokens", [1, 37, 700])  # blocks of 8 and of 128 places
+def test_both_forms_of_the_products_have_the_same_gradients(monkeypatch, tokens):
+    x = jnp.asarray(np.random.default_rng(2).normal(size=(tokens, MOE.width)), jnp.float32)
+
+    def gradients(platform: str) -> dict:
+        monkeypatch.setattr(sharding, "platform", lambda: platform)
+        return jax.jit(jax.grad(lambda params, x: jnp.sum(jnp.sin(layer(params=params)(x)[0])), argnums=(0, 1)))(LAYER, x)
+
+    found, expected = gradients("cpu"), gradients("gpu")
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max()), found, expected)
+
+
+@pytest.mark.parametrize("sizes", [(8, 1, 1), (1, 4, 2), (2, 2, 2)], ids=str)
+def test_meshes_give_the_loss_and_gradients_of_one_device(sizes):
+    params, rows = random_params(MOE), random_rows(16, 5, 7, 40)
+    settings = dict(logit_bytes=3 * BYTES_PER_STEP, remat="full", config=MOE)
+    expected = score_and_gradient(params, rows, **settings)
+    mesh = sharding.make_mesh(sizes, setting="learner.mesh")
+    with jax.set_mesh(mesh):
+        sharded = jax.device_put(params, applied.shardings(MOE, mesh))
+        found = score_and_gradient(sharded, sharding.put_rows(mesh, rows), **settings)
+    experts_here = sharded["layers"]["feed_forward"]["gate"]["weight"].addressable_shards[0].data.shape[1]
+    assert experts_here == MOE.experts // sizes[2]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5), found, expected)
+
+
+def test_devices_gather_weights_and_never_rows():
+    assert not gathered((8, 1, 1), differentiate=False, config=MOE)
+    shapes = gathered((2, 2, 2), differentiate=True, config=MOE)
+    assert shapes and not [shape for shape in shapes if {16, 16 * (5 + 7 - 1)} & set(shape)], shapes
+
+
+@pytest.mark.slow
+def test_the_compiler_of_tpus_takes_experts_and_moves_no_tokens():
+    if importlib.util.find_spec("libtpu") is None:
+        pytest.skip("the TPU's compiler is not installed: pip install -e '.[tpu]'")
+    topologies.use_no_devices()
+    mesh = sharding.make_mesh((1, 2, 2), setting="learner.mesh", devices=topologies.devices("v5e:2x2"))
+    sizes = dict(width=256, head_size=128, ffn=128, experts=8, compute_dtype="bfloat16", attention="xla")
+    config = dataclasses.replace(MOE, **sizes)
+
+    def loss(params: dict, tokens: jax.Array) -> jax.Array:
+        return applied.hidden_states(params, tokens, config=config, remat="full").astype(jnp.float32).sum()
+
+    params = parameters.sharded_shapes(applied.specs(config), mesh, dtype="float32")
+    tokens = jax.ShapeDtypeStruct((8, 256), jnp.int32, sharding=sharding.rows_sharding(mesh))
+    lowered = sharding.on_mesh(mesh, jax.jit(jax.grad(loss))).lower(params, tokens)
+    assert "ragged_dot" in lowered.as_text()
+    assert "all-to-all(" not in lowered.compile().as_text()
+
+
+def test_a_mesh_that_does_not_divide_the_experts_is_named():
+    mesh = sharding.make_mesh((4, 1, 2), setting="learner.mesh")
+    with pytest.raises(ValueError, match=r"feed_forward\.down\.weight: axis 'experts' of size 5 is not divisible by 2"):
+        applied.shardings(dataclasses.replace(MOE, experts=5), mesh)
+
+
+@pytest.mark.parametrize(
+    "changes, sentence",
+    [
+        (dict(experts_per_token=7), "experts=6 must be at least 2, .* 1 to 6, not experts_per_token=7"),
+        (dict(experts_per_token=0), "not experts_per_token=0"),
+        (dict(experts=1, experts_per_token=1), "experts=1 must be at least 2"),
+        (dict(gated=False), "experts=6 have a gate and no bias, not gated=False"),
+    ],
+    ids=str,
+)
+def test_impossible_shapes_name_the_settings(changes, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        dataclasses.replace(MOE, **changes)
+
+
+@pytest.mark.parametrize("remat", ["dots", "full"])
+def test_remat_changes_no_gradients(remat):
+    params, rows = random_params(MOE), random_rows(16, 5, 7, 40)
+    expected, found = (score_and_gradient(params, rows, logit_bytes=1 << 20, remat=each, config=MOE) for each in ("none", remat))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5), found, expected)
+
+
+def test_the_router_computes_in_float32_in_bfloat16_models():
+    """The choice is that of float32 arithmetic on rounded weights, where products in bfloat16 would choose otherwise."""
+    x = jnp.asarray(np.random.default_rng(3).normal(size=(2000, MOE.width)), jnp.bfloat16)
+    rounded = parameters.cast(LAYER, "bfloat16")
+    config = dataclasses.replace(MOE, compute_dtype="bfloat16")
+    y, routing = layer(config, rounded)(x, jnp.ones(len(x), bool))
+    expected, goes, _ = in_numpy(np.asarray(x, np.float64), jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), rounded))
+    np.testing.assert_array_equal(routing.tokens, goes.sum(0))
+    assert y.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(y, np.float64), expected, atol=0.02 * np.abs(expected).max())
+    logits = np.asarray(x @ rounded["router"]["weight"], np.float64)
+    assert (
+        np.argsort(logits)[:, -2:] != np.argsort(np.asarray(x, np.float64) @ np.asarray(rounded["router"]["weight"]))[:, -2:]
+    ).any()
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_int8_rounds_the_weights_of_each_expert_by_output(monkeypatch, platform):
+    monkeypatch.setattr(sharding, "platform", lambda: platform)
+    made = layer()
+    for each in (made.gate, made.up, made.down):
+        each.quantize()
+    params = parameters.pure(made)
+    restored = {"router": LAYER["router"]}
+    for name, axis in (("gate", 1), ("up", 1), ("down", 1)):
+        weight, scale = params[name]["weight"], params[name]["quant_scale"]
+        assert weight.dtype == jnp.int8 and scale.shape == tuple(np.delete(weight.shape, axis))
+        restored[name] = {"weight": np.asarray(weight, np.float32) * np.expand_dims(np.asarray(scale), axis)}
+        np.testing.assert_allclose(restored[name]["weight"], LAYER[name]["weight"], atol=np.max(scale) / 2 + 1e-6)
+    found, _ = layer(params=params, weights="int8")(jnp.asarray(X))
+    np.testing.assert_allclose(found, in_numpy(X, restored)[0], atol=1e-4)
+
+
+def test_int8_policies_sample_close_to_the_policy():
+    params, tokens = random_params(MOE), random_rows(4, 5, 7, 40)[0]
+    specs = parameters.flatten(kv_cache.define(MOE, "int8", unstacked=False).specs)
+    rounded = {name for name, spec in specs.items() if spec.dtype == "int8"}
+    assert {f"layers.feed_forward.{name}.weight" for name in ("gate", "up", "down")} < rounded
+    assert "layers.feed_forward.router.weight" not in rounded
+    found = logits_of_whole(applied.quantize(params, MOE), tokens, MOE)
+    expected = logits_of_whole(params, tokens, MOE)
+    assert 0 < np.median(np.abs(found - expected)) < 0.1  # a token that another expert takes may be further away
+
+
+LORA = LoraConfig(rank=2, alpha=4.0, targets=("layers.*",))
+
+
+def test_adapters_leave_experts_out():
+    policy = Policy(model=MOE, lora=LORA)
+    trained = {name.rsplit(".", 1)[0] for name in parameters.flatten(policy.trained_specs)}
+    assert trained == {f"layers.attention.{name}" for name in ("query", "key", "value", "out")}
+    base, adapters = random_params(MOE), applied.random(policy.trained_specs, scale=0.2)
+    tokens = random_rows(4, 5, 7, 40)[0]
+    merged = jax.jit(policy.merged)(adapters, base)
+    found = jax.jit(lambda adapters, base: policy.for_training(adapters, base)(tokens))(adapters, base)
+    expected = jax.jit(functools.partial(applied.hidden_states, config=MOE))(merged, tokens)
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+    only = dataclasses.replace(LORA, targets=("layers.attention.*", "layers.feed_forward.*"))
+    with pytest.raises(ValueError, match=r"lora\.targets: 'layers\.feed_forward\.\*' names experts, which take no adapters"):
+        _ = Policy(model=MOE, lora=only).trained_specs
+
+
+def test_dense_models_have_no_routing():
+    made = jax.jit(lambda params, tokens: applied.merge(params, GROUPED).routed(tokens, counted=tokens > 0))
+    assert made(random_params(GROUPED), random_rows(4, 5, 7, 40)[0])[1] is None
