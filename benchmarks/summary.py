@@ -56,7 +56,8 @@ def spread(values: Sequence[float], spec: str = ".3f") -> str:
 
 def on_line(x: float, points: Sequence[tuple[float, float]]) -> float:
     """y at x, on the line through points (x, y) in the order of their x; nan outside of it."""
-    return float(np.interp(x, *zip(*sorted(points), strict=True), left=np.nan, right=np.nan))
+    across, up = np.array(sorted(points)).T
+    return float(np.interp(x, across, up, left=np.nan, right=np.nan))
 
 
 def spread_of_finite(values: Sequence[float], spec: str = ".3f") -> str:
