@@ -152,6 +152,11 @@ def call(
     return code
 
 
+def _copy_or_link(source: str, target: str) -> None:
+    """Copies a file of a run. Files of snapshots are never changed, so two runs may have one."""
+    (os.link if layout.RunDir(Path()).policies.name in Path(source).parts else shutil.copy2)(source, target)
+
+
 def run(job: Job, *, cores: Sequence[int]) -> None:
     """One run on these cores, from its beginning, unless it is done. Raises RuntimeError as run_all."""
     if (job.workdir / "finished.json").exists() or job.stopped.exists():
@@ -159,7 +164,7 @@ def run(job: Job, *, cores: Sequence[int]) -> None:
     shutil.rmtree(job.workdir, ignore_errors=True)
     job.workdir.parent.mkdir(parents=True, exist_ok=True)
     if job.fork is not None:
-        shutil.copytree(job.fork, job.workdir, ignore=shutil.ignore_patterns("finished.json"))
+        shutil.copytree(job.fork, job.workdir, ignore=shutil.ignore_patterns("finished.json"), copy_function=_copy_or_link)
     elif job.warm:
         begin(job.root / "warm", job.workdir)
     words, output = ["tba_jax.main", f"--config={job.recipe}", f"--workdir={job.workdir}"], Path(f"{job.workdir}.out")

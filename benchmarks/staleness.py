@@ -5,16 +5,16 @@
 
 An arm is an objective, at each of --lags or at the one behind @, and β behind another @ (0.004 by default).
 
-From each warm start of the demo's sums, 256 updates of trajectory balance on fresh rows come first. Every arm copies that run and
-goes on with its objective: the rows of an update were drawn with the weights of `lag` updates before, so that from the first
-update on they are that old, and none is drawn twice. No update is clipped by its norm. An objective at a β takes the best of
---rates, the learning rates: on its oldest rows, by the mean of the last three accuracies of as many updates on a seed of its own.
+From each warm start of the demo's sums, 256 updates of RLOO on fresh rows come first. Every arm copies that run and goes on with
+its objective and new moments of Adam: the rows of an update were drawn with the weights of `lag` updates before, so that from the
+first update on they are that old, and none is drawn twice. No update is clipped by its norm. Each arm takes the best of --rates,
+the learning rates, by the mean of the last three accuracies of as many updates from the first warm start, with a seed of its own.
 What else an objective reads is as its row of configs/baselines.py says; so is the β of those on whose scale 0.004 is another
 quantity.
 
-A run that is done is not made again, so the command resumes where it was stopped. It prints markdown tables of the held-out
-greedy accuracy, mean and standard deviation over warm starts × seeds: at the fork, the least after it, and the last. It writes
-workdir/staleness.json and draws workdir/staleness.png.
+A run that is done is not made again, so the command resumes where it was stopped. It prints a markdown table of the held-out
+greedy accuracy, mean and standard deviation over warm starts × seeds: at the fork, the least after it, and the last. A rate that
+is the least or largest of --rates has a mark. It writes workdir/staleness.json and draws workdir/staleness.png.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ _LAGS = flags.DEFINE_list("lags", ["1", "64"], "Ages of the rows, in updates, of
 _STARTS = flags.DEFINE_integer("starts", 3, "Warm starts, of the seeds 1, 2 …", lower_bound=1)
 _SEEDS = flags.DEFINE_integer("seeds", 2, "Runs of each arm from each warm start.", lower_bound=1)
 _STEPS = flags.DEFINE_integer("steps", 160, "Updates of each arm.", lower_bound=24)
-_RATES = flags.DEFINE_list("rates", ["5e-6", "1.5e-5", "5e-5"], "Learning rates, of which each arm takes the best.")
+_RATES = flags.DEFINE_list("rates", ["2e-6", "1e-5", "5e-5"], "Learning rates, of which each arm takes the best.")
 
 RECIPE = "configs/demo.py"
 FORK, FORK_RATE, BETA = 256, 2.5e-6, 0.004
@@ -91,12 +91,12 @@ def arms_of(texts: Sequence[str], lags: Sequence[str]) -> list[Arm]:
 
 def settings(steps: int, lag: int, beta: float, rate: float | str, seed: int) -> dict[str, Any]:
     betas = {"learner.beta_start": beta, "learner.beta_end": beta}
-    every = {"evaluation.every_steps": 16, "publish.keep": max(map(int, _LAGS.value)) + 3, "checkpoint.every_steps": FORK}
+    every = {"evaluation.every_steps": 16, "publish.keep": 0, "checkpoint.every_steps": FORK}
     return {**ROWS, **side_by_side.in_turn(steps, lag), **betas, **every, "seed": seed, "learner.learning_rate": rate}
 
 
 def fork(root: Path, start: int) -> side_by_side.Job:
-    own = settings(FORK, 0, BETA, FORK_RATE, start)
+    own = settings(FORK, 0, BETA, FORK_RATE, start) | {"learner.objective": "rloo"}
     return side_by_side.Job(root=root / f"start{start}", name=f"fork{FORK}", recipe=RECIPE, settings=own, warm=True)
 
 
@@ -104,7 +104,7 @@ def job(root: Path, arm: Arm, start: int, seed: int, rate: str) -> side_by_side.
     own = settings(FORK + _STEPS.value, arm.lag, arm.beta, rate, seed) | {"learner.objective": arm.objective}
     of_row = baselines.BASELINES.get(arm.objective, {}).items()
     own |= {f"learner.{name}": value for name, value in of_row if not name.startswith("beta")}
-    own["publish.keep"] = max(own["publish.keep"], arm.lag + 3)
+    own["publish.keep"] = arm.lag + 3
     name = f"{_STEPS.value}-updates/{arm.name}-rate{rate}-seed{seed}"
     before = fork(root, start).workdir
     return side_by_side.Job(root=root / f"start{start}", name=name, recipe=RECIPE, settings=own, fork=before)
@@ -127,11 +127,10 @@ def main(argv: Sequence[str]) -> None:
     for number in starts:
         side_by_side.ensure_warm_start(root / f"start{number}", {"seed": number}, recipe=RECIPE)
     side_by_side.run_all([fork(root, number) for number in starts])
-    oldest = {(arm.objective, arm.beta): arm for arm in sorted(arms, key=lambda arm: arm.lag)}
-    tries = {(of, rate): job(root, arm, 1, OTHER_SEED, rate) for of, arm in oldest.items() for rate in _RATES.value}
+    tries = {(arm, rate): job(root, arm, 1, OTHER_SEED, rate) for arm in arms for rate in _RATES.value}
     side_by_side.run_all(list(tries.values()))
-    tried = {of: {rate: score(tries[of, rate]) for rate in _RATES.value} for of in oldest}
-    rates = {arm: max(tried[arm.objective, arm.beta].items(), key=lambda each: each[1])[0] for arm in arms}
+    tried = {arm: {rate: score(tries[arm, rate]) for rate in _RATES.value} for arm in arms}
+    rates = {arm: max(of_arm.items(), key=lambda each: each[1])[0] for arm, of_arm in tried.items()}
     # Seed by seed, so that a study that is stopped is one of fewer seeds.
     jobs = {
         (arm, number, seed): job(root, arm, number, seed, rates[arm])
@@ -144,15 +143,17 @@ def main(argv: Sequence[str]) -> None:
     found, panels = dict[str, Any](), dict[str, dict[str, list[summary.Curve]]]()
     for arm in arms:
         runs = {(number, seed): after(made) for (of, number, seed), made in jobs.items() if of == arm}
-        least, last = ([of(list(run.values())) for run in runs.values()] for of in (min, lambda values: values[-1]))
+        least, last = ([of(list(run.values())[1:]) for run in runs.values()] for of in (min, lambda values: values[-1]))
         by_start = (summary.spread([run[max(run)] for (of, _), run in runs.items() if of == number]) for number in starts)
         early = sum(made.stopped.exists() for (of, *_), made in jobs.items() if of == arm)
+        edge = " (edge)" * (rates[arm] in (_RATES.value[0], _RATES.value[-1]))
         summary.row(
-            arm.objective, f"{arm.lag}", f"{arm.beta:g}", rates[arm], summary.spread([run[FORK] for run in runs.values()]),
+            arm.objective, f"{arm.lag}", f"{arm.beta:g}",
+            rates[arm] + edge, summary.spread([run[FORK] for run in runs.values()]),
             summary.spread(least), summary.spread(last) + f" ({early} ended early)" * bool(early), ", ".join(by_start),
         )  # fmt: skip
         of_runs = {f"start {number}, seed {seed}": run for (number, seed), run in runs.items()}
-        found[arm.name] = {"rate": rates[arm], "rates": tried[arm.objective, arm.beta], "runs": of_runs}
+        found[arm.name] = {"rate": rates[arm], "rates": tried[arm], "runs": of_runs}
         label = f"{arm.objective}, β {arm.beta:g}"
         panels.setdefault(f"rows {arm.lag} updates old", {})[label] = list(runs.values())
     print(f"\n{_STEPS.value} updates after {FORK}, {len(starts)} warm starts × {_SEEDS.value} seeds; ", end="")

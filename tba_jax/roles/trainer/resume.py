@@ -25,7 +25,7 @@ from tba_jax.replay import journal
 from tba_jax.replay.log import REGISTER
 from tba_jax.roles.trainer.trainer import Trainer
 from tba_jax.roles.trainer.update_program import UpdateProgram
-from tba_jax.storage import layout, places, snapshots
+from tba_jax.storage import contract, layout, places, snapshots
 from tba_jax.storage.checkpoints import ASIDE, UNFINISHED
 from tba_jax.storage.published import POINTER
 from tba_jax.telemetry.status import code_digest
@@ -140,6 +140,10 @@ def restore(trainer: Trainer, checkpoint: int | None, lineage: journal.Lineage |
     assert found is not None, "a checkpoint that cannot be read is left out, or ends the trainer"
     trees, host = found
     program.restore(trees, load_frozen(trainer.policy, program, trainer.run, reference))
+    # Gradients of objectives differ by factors of 10^4: under another one's moments, no update would move for hundreds of steps.
+    changes = (entry["settings"] for entry in contract.read(trainer.run)["changes"] if entry["step"] == checkpoint)
+    if any("learner.objective" in settings for settings in changes):
+        program.restart_moments()
     trainer.checkpoints.take(checkpoint, host)
     trainer.step_number = trainer.resumed_from = checkpoint
 

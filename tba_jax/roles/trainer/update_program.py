@@ -284,8 +284,12 @@ class UpdateProgram:
     def move_reference(self, step: int) -> None:
         """Moves the reference if that is due after `step` updates, and restarts Adam's moments with it if the config says so."""
         if self._moving_reference and self._moving_reference.advance(self.policy_params, step) and self._resets_optimizer:
-            of_policy = self._restart_moments(self.state.opt_state["policy"])
-            self.state = dataclasses.replace(self.state, opt_state=self.state.opt_state | {"policy": of_policy})
+            self.restart_moments()
+
+    def restart_moments(self) -> None:
+        """Begins Adam's moments of the policy anew; the schedule of the learning rate goes on."""
+        of_policy = self._restart_moments(self.state.opt_state["policy"])
+        self.state = dataclasses.replace(self.state, opt_state=self.state.opt_state | {"policy": of_policy})
 
 
 class Refusals:
