@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from tba_jax.experiment import jobs
@@ -60,6 +62,12 @@ def assert_resumes_as(s: jobs.Invocation, state: Any) -> None:
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(trainer.state), state)
 
 
+def adam(trainer: Any) -> optax.ScaleByAdamState:
+    """The moments of the policy."""
+    nodes = jax.tree.leaves(trainer.state.opt_state["policy"], is_leaf=lambda node: isinstance(node, optax.ScaleByAdamState))
+    return next(node for node in nodes if isinstance(node, optax.ScaleByAdamState))
+
+
 def refused(s: jobs.Invocation, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence), frozen_runs.trainer(s):
         pass
@@ -81,6 +89,7 @@ def test_steps_are_done_again_under_their_own_schedule(copied):
     jobs.join(dataclasses.replace(changed, allow_change=names), may_change_schedule=True)
     with frozen_runs.trainer(changed) as trainer:
         assert trainer.step_number == 8
+        assert not adam(trainer).count and not any(jnp.any(leaf) for leaf in jax.tree.leaves(adam(trainer).nu))
         trainer.poll()
         assert trainer.step() is not None and trainer.program.rows == 6
         state = jax.device_get(trainer.state)
@@ -88,6 +97,13 @@ def test_steps_are_done_again_under_their_own_schedule(copied):
     assert [(line["step"], len(line["rows"])) for line in lines[-2:]] == [(8, 12), (9, 6)]
     shutil.rmtree(changed.run.checkpoints)
     assert_resumes_as(changed, state)
+
+
+def test_another_rate_keeps_the_moments_of_adam(copied):
+    changed = copied(learner__learning_rate=0.1)
+    jobs.join(dataclasses.replace(changed, allow_change=("learner.learning_rate",)), may_change_schedule=True)
+    with frozen_runs.trainer(changed) as trainer:
+        assert adam(trainer).count == 8
 
 
 def test_steps_that_other_code_made_are_told(copied, caplog):
