@@ -365,7 +365,8 @@ c.learner.adam_epsilon = setting(1e-8, above=0)
 c.learner.weight_decay = setting(0.0, at_least=0)
 # The largest norm of a gradient, in units of the reward for every objective and β (objectives/objective.py, RewardUnit). 0: off
 c.learner.clip_norm = setting(1.0, at_least=0)
-# Of models with experts: weight of the loss that balances their loads, beside the objective. 0: none, and no pass more for it.
+# Of models with experts: weight of the loss that balances their loads, in units of the reward for every objective and β. 0: there
+# is no such loss, and an update takes one pass as without experts.
 c.learner.router_aux_loss_coef = setting(0.0, at_least=0)
 c.learner.logprob_gap_every_steps = setting(50, at_least=0, free=True)  # compares searchers' log-probs with the learner's; 0: off
 c.learner.logprob_gap_limit = setting(0.0, at_least=0, free=True)  # nats a token; 0: 1e-3 in float32, 0.1 in bfloat16

@@ -97,6 +97,15 @@ class _Memory:
         self._compute = jnp.dtype(policy.model.compute_dtype).itemsize  # bytes of a number
         self._params, self._trained = parameters.count(policy.model_specs), parameters.count(policy.trained_specs)
 
+    def _fed(self, tokens: int, tensor: int) -> int:
+        """Bytes of the feed-forward of a layer on a device, with its gathered weights where there are experts: each device has
+        places for all tokens, whichever of their experts it holds."""
+        model = self._model
+        if not model.experts:
+            return tokens * model.ffn * self._compute * 3 // tensor
+        of_token = 3 * model.ffn * self._compute + model.width * (2 * self._compute + 4)
+        return tokens * model.experts_per_token * of_token + 3 * model.experts * model.width * model.ffn * self._compute // tensor
+
     def trainer(self) -> dict[str, int]:
         learner, model, T = self._config.learner, self._model, self._P + self._R
         data, fsdp, _ = self._meshes["learner"]
@@ -104,8 +113,7 @@ class _Memory:
         parts, rows, tensor = self._on_device("learner", meshes.micro_batch_rows(self._config, ways=ways))
         remat = hardware.value("learner.remat", learner.remat, "gpu")  # an estimate is made before there are devices
         layers_kept = model.layers * {"full": 1, "dots": 8, "none": 12}[remat]
-        fed = T * model.ffn * max(1, model.experts_per_token)
-        within_layer = rows * (model.heads * T * T * 4 + fed * self._compute * 3) // tensor
+        within_layer = rows * model.heads * T * T * 4 // tensor + self._fed(rows * T, tensor)
         # A moving average is float32.
         of_reference = (4 if learner.reference.kind == "ema" else self._compute) * self._trained // parts
         held, offloaded = holds_reference(self._config), learner.reference.offload

@@ -139,6 +139,10 @@ def check_policy(config: Any, policy: Policy, tokenizer: Tokenizer, found: Mista
     task, model = config.task, policy.model
     if (coefficient := config.learner.router_aux_loss_coef) and not model.experts:
         found.add([f"learner.router_aux_loss_coef={coefficient} balances experts, and the model has none: leave it at 0.0"])
+    elif coefficient and policy.lora is not None:
+        found.add(
+            [f"learner.router_aux_loss_coef={coefficient} trains routers, which adapters leave as they are: leave it at 0.0"]
+        )
     if model.attention == "cudnn":
         found.require(
             model.compute_dtype == "bfloat16",

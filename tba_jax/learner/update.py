@@ -195,7 +195,7 @@ def _gradient(
     inputs = inputs_of(batch)
     loss = config.objective.loss(outputs, inputs)
     if routing is not None and config.router_aux_loss_coef:
-        loss += config.router_aux_loss_coef * _balance(routing.probabilities, routing)
+        loss += _balance_weight(inputs, config) * _balance(routing.probabilities, routing)
     row_finite = _row_finite(outputs, inputs)
     measurements = {
         "row_finite": row_finite,
@@ -215,8 +215,18 @@ def _gradient(
         measurements["value_error"] = jnp.sqrt(jnp.sum(squares) / jnp.maximum(jnp.sum(inputs.mask), 1))
     if routing is not None:
         measurements |= _of_routing(routing)
-    unit = config.objective.reward_unit(inputs) if config.objective.reward_unit is not None else 1.0
+    unit = _reward_unit(inputs, config)
     return optimizer.Gradient(loss=loss, by_part=grads, finite=jnp.all(row_finite), measurements=measurements, unit=unit)
+
+
+def _reward_unit(inputs: ObjectiveInputs, config: LearnerConfig) -> jax.Array | float:
+    """The factor that brings the objective's gradient into units of the reward."""
+    return config.objective.reward_unit(inputs) if config.objective.reward_unit is not None else 1.0
+
+
+def _balance_weight(inputs: ObjectiveInputs, config: LearnerConfig) -> jax.Array | float:
+    """The weight of `_balance` beside the objective, so that the setting means the same for all: it is in units of the reward."""
+    return config.router_aux_loss_coef / _reward_unit(inputs, config)
 
 
 def _balance(probabilities: jax.Array, routing: Routing) -> jax.Array:
@@ -356,7 +366,7 @@ def _any_split(
     cotangent = jax.grad(config.objective.loss)(outputs, inputs_of(batch))
     of_router = None
     if probabilities is not None:
-        of_router = config.router_aux_loss_coef * jax.grad(_balance)(probabilities, measured[1])
+        of_router = _balance_weight(inputs_of(batch), config) * jax.grad(_balance)(probabilities, measured[1])
 
     def gradient(micro: Sequences, _: jax.Array) -> Params:
         pull_back = jax.vjp(lambda t: outputs_of(t, micro)[0], trained)[1]

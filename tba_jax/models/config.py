@@ -37,9 +37,9 @@ class DecoderConfig:
     """Shape of a decoder. Letters of the axis table: L layers, N heads, G kv_heads, H head_size, D width, F ffn, V vocab.
 
     architecture: the Hugging Face model_type of its checkpoints. The other fields alone say what is computed.
-    norm: "rms", "offset_rms" (RMS norm that multiplies by 1 + scale) or "layer" (layer norm with bias). norm_place: what of
-      attention and feed-forward is normalised: what they read ("before"), what they add to the residual stream ("after", OLMo 2),
-      or both ("both", Gemma 3).
+    norm: "rms", "offset_rms" (RMS norm that multiplies by 1 + scale) or "layer" (layer norm with bias). norm_place:
+      attention and feed-forward have a norm "before" them, "after" them (OLMo 2: of what they add to the residual stream), or
+      "both" (Gemma 3).
     positions: "rotary" or "learned" (an embedding of max_positions). rotary_size: how many elements of each head are rotated,
       from the first; 0: all. parallel_residual: attention and feed-forward both read the layer's input (GPT-NeoX).
     experts: of each layer, in the place of its feed-forward, each of width ffn; 0: there are none. experts_per_token: those that
@@ -102,9 +102,9 @@ class DecoderConfig:
             raise ValueError(f"rotary_size={self.rotary_size} must be even and at most head_size={self.head_size}")
         if set(self.layer_pattern) - set("gl") or ("l" in self.layer_pattern) != (self.window > 0):
             raise ValueError(f"layer_pattern={self.layer_pattern!r} does not go with window={self.window}: local layers need one")
-        if self.experts and not (self.experts > 1 and 0 < self.experts_per_token <= self.experts):
+        if self.experts and not (1 < self.experts <= 4096 and 0 < self.experts_per_token <= self.experts):
             raise ValueError(
-                f"experts={self.experts} must be at least 2, of which a token goes through 1 to {self.experts}, "
+                f"experts={self.experts} must be 2 to 4096, of which a token goes through 1 to {self.experts}, "
                 f"not experts_per_token={self.experts_per_token}"
             )
         if self.experts and (self.ffn_bias or not self.gated):

@@ -66,8 +66,9 @@ class Experts(nnx.Module):
         arrays, axes = [each.weight[...].astype(x.dtype) for each in maps], [each.axes for each in maps]
         if self.gate.quant_scale is not None:
             arrays, axes = arrays + [each.quant_scale[...] for each in maps], axes + [each.outputs for each in maps]
-        here = functools.partial(_here, activation=ACTIVATIONS[self.activation], on_cpu=sharding.platform() == "cpu")
-        given = (x, weights, experts, jnp.arange(probabilities.shape[-1]), *arrays)
+        of_all, on_tpu = probabilities.shape[-1], sharding.platform() == "tpu"
+        here = functools.partial(_here, activation=ACTIVATIONS[self.activation], of_all=of_all, on_tpu=on_tpu)
+        given = (x, weights, experts, jnp.arange(of_all), *arrays)
         parts = sharding.by_device(here, *given, axes=("tD", "tk", "tk", "e", *axes), result="etD")
         y = sharding.constrain(jnp.sum(parts, axis=0), "tD")
         return y, None if counted is None else _routing(probabilities, experts, counted)
@@ -79,6 +80,7 @@ class Experts(nnx.Module):
 
 
 def _routing(probabilities: jax.Array, experts: jax.Array, counted: jax.Array) -> Routing:
+    """Of one layer. Args: probabilities: float32[t, e]; experts: int32[t, k]; counted: [t], how often a token counts."""
     real = counted.astype(jnp.float32)
     chosen = jnp.sum(jax.nn.one_hot(experts, probabilities.shape[-1]), axis=1)
     entropy = -jnp.sum(jax.scipy.special.xlogy(probabilities, probabilities), axis=-1)
@@ -95,20 +97,22 @@ def _here(
     down: jax.Array,
     *scales: jax.Array,
     activation: Callable[[jax.Array], jax.Array],
-    on_cpu: bool,
+    of_all: int,
+    on_tpu: bool,
 ) -> jax.Array:
     """What the experts of one device add to its tokens, [1, t, D].
 
-    The tokens of an expert lie in consecutive places, on CPUs in whole blocks of places, some of which are left empty.
+    The tokens of an expert lie in consecutive places: on TPUs one behind the other, elsewhere in whole blocks, the last of which
+    may have empty places.
 
     Args: x: [t, D]; weights, experts: float32 and int32[t, k]; own: int32[e], the numbers of the device's experts, in turn; gate,
-    up: [e, D, f]; down: [e, f, D]; scales: of int8 weights, float32[e, f], [e, f] and [e, D].
+    up: [e, D, f]; down: [e, f, D]; scales: of int8 weights, float32[e, f], [e, f] and [e, D]; of_all: experts of all devices.
     """
     (t, k), e = experts.shape, len(own)
-    block = _block(t * k / e) if on_cpu else 1
+    block = 1 if on_tpu else _block(t * k / of_all)
     places = t * k if block == 1 else (t * k // block + e) * block
     number = experts.reshape(-1) - own[0]
-    number = jnp.where((number >= 0) & (number < e), number, e)  # those of other devices come last, and have no place
+    number = jnp.where((number >= 0) & (number < e), number, e)  # tokens of other devices' experts come last, and have no place
     order = jnp.argsort(number)
     sizes = jnp.bincount(number, length=e + 1)[:e]
     blocks = -(-sizes // block)
@@ -120,10 +124,10 @@ def _here(
     expert_of = jnp.searchsorted(jnp.cumsum(blocks), jnp.arange(places // block), side="right").clip(0, e - 1)
 
     def product(x: jax.Array, of_experts: jax.Array, number: int) -> jax.Array:
-        if on_cpu:
-            y = _by_block(x.reshape(-1, block, x.shape[1]), of_experts, expert_of, jnp.sum(blocks)).reshape(places, -1)
-        else:
+        if on_tpu:
             y = jax.lax.ragged_dot(x, of_experts, sizes)
+        else:
+            y = _by_block(x.reshape(-1, block, x.shape[1]), of_experts, expert_of, jnp.sum(blocks)).reshape(places, -1)
         return (y.astype(jnp.float32) * scales[number][expert_of.repeat(block)]).astype(y.dtype) if scales else y
 
     rows = x.at[token].get(mode="fill", fill_value=0)
@@ -142,7 +146,7 @@ def _block(mean: float) -> int:
 def _by_block(x: jax.Array, weight: jax.Array, expert_of: jax.Array, used: jax.Array) -> jax.Array:
     """[n, block, b]: y_i = x_i · weight[expert_of_i] of the first blocks; 0 of the others.
 
-    XLA computes ragged_dot on CPUs with the weights of all experts for every token.
+    Other than for TPUs, XLA computes ragged_dot with the weights of all experts for every token.
 
     Args: x: [n, block, a]; weight: [e, a, b]; expert_of: int32[n]; used: int32[], blocks that hold tokens.
     """
@@ -154,6 +158,7 @@ def _by_block(x: jax.Array, weight: jax.Array, expert_of: jax.Array, used: jax.A
 
 
 def _exact(x: jax.Array, y: jax.Array) -> jax.Array:
+    """x · y with float32 sums, and exact products of float32."""
     # The backward pass is traced outside of layers.full_precision.
     return jnp.matmul(x, y, precision="highest" if x.dtype == jnp.float32 else None, preferred_element_type=jnp.float32)
 

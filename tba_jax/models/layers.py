@@ -22,7 +22,7 @@ from tba_jax.models.parameters import parameter
 REMAT_POLICIES = {
     "none": None,
     "full": jax.checkpoint_policies.nothing_saveable,  # keeps the layer's input alone
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,  # also keeps the results of linear maps
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,  # also keeps results of linear maps, not of experts
 }
 REMAT = tuple(REMAT_POLICIES)
 

@@ -191,7 +191,9 @@ def test_experts_are_balanced_over_the_batch(coefficient):
                 share = jax.lax.stop_gradient(routing.tokens[layer, expert] / n)
                 balance += 4 * share * routing.probabilities[layer, expert] / n / 2
         outputs = PolicyOutputs(logprobs=logprobs, log_z=jnp.zeros(B))
-        return config.objective.loss(outputs, inputs) + coefficient * balance, (balance, routing)
+        # In units of the reward, where that of trajectory balance is β τ / 2 times its loss's.
+        weight = coefficient / (inputs.beta * inputs.reward_temperature / 2)
+        return config.objective.loss(outputs, inputs) + weight * balance, (balance, routing)
 
     params = applied.random(EXPERTS.model_specs, scale=0.2)
     (value, (balance, routing)), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)

@@ -97,7 +97,10 @@ def test_logits_are_never_there_all_at_once():
     assert program.memory_analysis().temp_size_in_bytes < B * R * V * 4 / 5
 
 
-@pytest.mark.parametrize("name, kernel", [("parallel residual, partial rotary", "xla"), ("local and global layers", "splash")])
+@pytest.mark.parametrize(
+    "name, kernel",
+    [("parallel residual, partial rotary", "xla"), ("norms after", "xla"), ("local and global layers", "splash")],
+)
 def test_meshes_give_the_loss_and_gradients_of_one_device(name, kernel):
     """The tensor axis does not divide the vocabulary, which therefore stays whole."""
     config = dataclasses.replace(CONFIGS[name], tied_embedding=False, vocab=41, layers=2 if kernel == "splash" else 1)

@@ -333,11 +333,16 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "qwen3_moe": _gated(
         "Qwen3Moe",
-        only={"use_mrope": (False, None), "decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
+        only={
+            "use_mrope": (False, None),
+            "use_sliding_window": (False, None),
+            "decoder_sparse_step": (1,),
+            "mlp_only_layers": ([], None),
+        },
         fixed=dict(qk_norm="head"),
         keys=_gated_keys(kv_heads=4, max_positions=32768) | _ACTIVATION | _BIAS | _EXPERTS,
-        read_more=_read_qwen,
-        write_more=_write_qwen,
+        read_more=_read_gated,
+        write_more=_write_rotary,
         others=_fused_experts,
     ),
     "olmo2": _gated(
