@@ -34,7 +34,7 @@ def test_a_warm_start_that_was_made_otherwise_is_refused(tmp_path):
     side_by_side.ensure_warm_start(tmp_path, {"seed": 1}, recipe="configs/demo.py")
     with pytest.raises(ValueError, match=r"warm was made with seed=1, .* asks for its default"):
         side_by_side.ensure_warm_start(tmp_path, {}, recipe="configs/demo.py")
-    with pytest.raises(ValueError, match="recipe=configs/demo.py"):
+    with pytest.raises(ValueError, match=r"recipe=configs/demo\.py"):
         side_by_side.ensure_warm_start(tmp_path, {"seed": 1}, recipe="configs/base.py")
 
 
