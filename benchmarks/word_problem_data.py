@@ -128,8 +128,8 @@ def problem(template: Template, rng: random.Random) -> dict[str, str]:
             has = calculations[-1][1] if calculations else has or values["a"]
         else:
             return {"question": " ".join(texts), "answer": "\n".join([*lines, f"#### {has}"])}
-    told = " ".join(sentence.text for sentence in template)
-    raise ValueError(f"{told!r} has no numbers up to LARGEST={LARGEST}, in {TRIES:,} tries: allow larger ones")
+    called = " ".join(sentence.text for sentence in template)
+    raise ValueError(f"{called!r} has no numbers up to LARGEST={LARGEST}, in {TRIES:,} tries: allow larger ones")
 
 
 def problems(of: Sequence[Template], count: int, rng: random.Random) -> list[dict[str, str]]:
