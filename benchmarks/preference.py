@@ -13,12 +13,13 @@ configs/tldr_pythia.py:410m but for SIZES and β; nothing is tuned for an object
 where it was stopped.
 
 It prints markdown tables: what each arm ends at, and the win rates at a KL of 2, 5 and 10 nats, on the line through the ends of
-an objective's βs, from no KL at all (a dash: no β of a start and seed goes so far). It draws workdir/preference.png, and
-workdir/overoptimisation.png: the gold reward against the proxy's, along the runs.
+an objective's βs (a dash: a start and seed has no end of less KL, or none of more). It draws workdir/preference.png, these lines
+where all starts and seeds have one, and workdir/overoptimisation.png: the gold reward against the proxy's, along the runs.
 """
 
 import itertools
 import json
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -132,8 +133,9 @@ def job(root: Path, arm: Arm, seed: int, *, model: Path, made: preference_data.M
 
 
 def rate_at(nats: float, ends: Sequence[dict[str, Any]], rate: str) -> float:
-    """The win rate at a KL, on the line through these evaluations; nan beyond it."""
-    return summary.on_line(nats, [(max(each["kl_to_initial"], 0.0), each[rate]) for each in ends])
+    """The win rate at a KL, on the line through these evaluations of trained policies of a line, a start and a seed; nan below
+    their least KL and beyond the largest, and where there are none."""
+    return summary.on_line(nats, [(each["kl_to_initial"], each[rate]) for each in ends]) if ends else math.nan
 
 
 def main(argv: Sequence[str]) -> None:
@@ -164,11 +166,14 @@ def main(argv: Sequence[str]) -> None:
     panels: dict[str, dict[str, list[summary.Curve]]] = {"greedy": {}, "sampled": {}}
     for line in dict.fromkeys(arm.line for arm in arms):
         of_line = [[run for (arm, *where), run in runs.items() if arm.line == line and where == [of, seed]] for seed, of in kinds]
-        ends = [[found[0][0], *(run[-1] for run in found)] for found in of_line]
+        ends = [[run[-1] for run in found if run[-1]["step"]] for found in of_line]
         rates = ([rate_at(nats, each, "sampled_win_rate_ties_half") for each in ends] for nats in NATS)
         summary.row(line, *("–" if np.isnan(found).any() else summary.spread(found) for found in rates))
+        kls = [[end["kl_to_initial"] for end in each] for each in ends]
+        if not all(kls) or (least := max(map(min, kls))) > (largest := min(map(max, kls))):
+            continue
         for kind, lines in panels.items():
-            nats = np.linspace(0, min(max(end["kl_to_initial"] for end in each) for each in ends), 12).tolist()
+            nats = np.linspace(least, largest, 12).tolist()
             lines[line] = [{at: rate_at(at, each, f"{kind}_win_rate_ties_half") for at in nats} for each in ends]
     print(
         f"\n{_STEPS.value} updates of rows that are {_LAG.value} updates old, {len(roots)} starts × {_SEEDS.value} seeds; ",

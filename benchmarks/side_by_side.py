@@ -1,5 +1,5 @@
 """The runs of a study, several at a time, each on its own share of the machine's cores; the evaluation of their snapshots
-afterwards; and the choice of a learning rate. What is done is not made again."""
+afterwards; and the choice of a learning rate. What is done is not made again, and is refused where it was made otherwise."""
 
 import concurrent.futures
 import dataclasses
@@ -55,9 +55,21 @@ class Job:
 
     @property
     def stopped(self) -> Path:
-        """Says why the run ended early, where it met numbers that are not finite, or its seconds were over: a figure of the
-        study, not an error of it."""
+        """Has the exit code and the last output of a run that ended early, where it met numbers that are not finite, or its
+        seconds were over: a figure of the study, not an error of it."""
         return Path(f"{self.workdir}.stopped")
+
+    @property
+    def not_finite(self) -> bool:
+        """Whether the run ended at numbers that are not finite, the only reason to end early where it has no seconds."""
+        return self.stopped.exists() and (not self.seconds or self.stopped.read_text().startswith(f"{processes.NOT_FINITE}\n"))
+
+    def is_done(self) -> bool:
+        """Raises ValueError: it is, by another recipe or with other settings."""
+        done = (self.workdir / "finished.json").exists() or self.stopped.exists()
+        if done:
+            _check_settings(self.workdir, self.recipe, self.settings)
+        return done
 
     @property
     def environment(self) -> dict[str, str]:
@@ -79,6 +91,7 @@ def run_all(jobs: Sequence[Job], *, at_a_time: int = 0) -> None:
 
     Raises:
       RuntimeError: a run failed, other than by numbers that are not finite; runs that have begun are finished before.
+      ValueError: a run was made by another recipe or with other settings; then none begins.
     """
 
     def timed(job: Job, cores: Sequence[int]) -> None:
@@ -86,7 +99,25 @@ def run_all(jobs: Sequence[Job], *, at_a_time: int = 0) -> None:
         run(job, cores=cores)
         print(f"{job.name}: {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
 
-    share_cores(timed, jobs, at_a_time=at_a_time)
+    share_cores(timed, [job for job in jobs if not job.is_done()], at_a_time=at_a_time)
+
+
+def _told(recipe: str, settings: Mapping[str, Any]) -> dict[str, str]:
+    return {"recipe": recipe} | {leaf: str(value) for leaf, value in settings.items()}
+
+
+def _write_settings(workdir: Path, recipe: str, settings: Mapping[str, Any]) -> None:
+    layout.write_json(Path(f"{workdir}.settings.json"), _told(recipe, settings))
+
+
+def _check_settings(workdir: Path, recipe: str, settings: Mapping[str, Any]) -> None:
+    """Raises ValueError: the run was made by another recipe or with other settings. Older runs do not say theirs, and pass."""
+    file, asked = Path(f"{workdir}.settings.json"), _told(recipe, settings)
+    made = layout.read_json(file) if file.exists() else asked
+    for leaf in made | asked:
+        before, now = (of.get(leaf, "its default") for of in (made, asked))
+        if before != now:
+            raise ValueError(f"{workdir} was made with {leaf}={before}, and this command asks for {now}: use another --workdir")
 
 
 def share_cores(work: Callable[[T, Sequence[int]], object], items: Sequence[T], *, at_a_time: int = 0) -> None:
@@ -158,11 +189,10 @@ def _copy_or_link(source: str, target: str) -> None:
 
 
 def run(job: Job, *, cores: Sequence[int]) -> None:
-    """One run on these cores, from its beginning, unless it is done. Raises RuntimeError as run_all."""
-    if (job.workdir / "finished.json").exists() or job.stopped.exists():
-        return
+    """One run on these cores, from its beginning. Raises RuntimeError as run_all."""
     shutil.rmtree(job.workdir, ignore_errors=True)
     job.workdir.parent.mkdir(parents=True, exist_ok=True)
+    _write_settings(job.workdir, job.recipe, job.settings)
     if job.fork is not None:
         shutil.copytree(job.fork, job.workdir, ignore=shutil.ignore_patterns("finished.json"), copy_function=_copy_or_link)
     elif job.warm:
@@ -175,7 +205,7 @@ def run(job: Job, *, cores: Sequence[int]) -> None:
     if code == processes.STOPPED and not job.time_is_up():
         raise RuntimeError(f"{job.name} was stopped before its time")
     if code:
-        job.stopped.write_text(output.read_text()[-500:])
+        job.stopped.write_text(f"{code}\n{output.read_text()[-500:]}")
 
 
 def evaluate_afterwards(jobs: Sequence[Job], settings: Mapping[str, Any] | None = None) -> None:
@@ -223,7 +253,7 @@ def chosen_rate(
     run_all(list(jobs.values()), at_a_time=at_a_time)
     if evaluates:
         evaluate_afterwards(list(jobs.values()))
-    found = {rate: score(job.workdir) if job.seconds or not job.stopped.exists() else -math.inf for rate, job in jobs.items()}
+    found = {rate: -math.inf if job.not_finite else score(job.workdir) for rate, job in jobs.items()}
     best = max(found, key=found.__getitem__)
     told = ", ".join(f"{rate:g}: {value:.3f}" for rate, value in found.items())
     print(f"{jobs[best].name}: {best:g} is the best of {told}", file=sys.stderr, flush=True)
@@ -231,11 +261,16 @@ def chosen_rate(
 
 
 def ensure_warm_start(root: Path, settings: Mapping[str, Any], *, recipe: str, checkout: Path = Path()) -> None:
-    """Makes root/warm/reference, unless it is there. checkout: whose code makes it."""
+    """Makes root/warm/reference, unless it is there. checkout: whose code makes it.
+
+    Raises ValueError: it is there, and was made by another recipe or with other settings.
+    """
     if (root / "warm" / "reference" / "initial.json").exists():
+        _check_settings(root / "warm", recipe, settings)
         return
     print(f"warm start begins, its output is in {root / 'warm.out'}", file=sys.stderr, flush=True)
     root.mkdir(parents=True, exist_ok=True)
+    _write_settings(root / "warm", recipe, settings)
     words = ["tba_jax.main", f"--config={recipe}", f"--workdir={root / 'warm'}", "--role=reference"]
     call(words, settings, root / "warm.out", cores=sorted(os.sched_getaffinity(0)), cwd=checkout)
 

@@ -78,8 +78,9 @@ class Planted(SplitTask):
     """One prompt; a response is worth 1 if it is one of the planted texts, else 0.
 
     Searchers start one after another, each once the last has done FREE batches. The rewards of so many batches of a process come
-    at once. Its next ones wait until `concurrency` processes have asked for theirs, so that all begin together. Each then leaves
-    a file in the folder meeting_path, which holds the time; so does each at its first reward of 1.
+    at once, and a rare target is worth 0 there, so that nobody finds it before. Its next ones wait until `concurrency` processes
+    have asked for theirs, so that all begin together. Each then leaves a file in the folder meeting_path, which holds the time;
+    so does each at its first reward of 1.
     """
 
     score_name = "hit"
@@ -87,7 +88,7 @@ class Planted(SplitTask):
 
     def __init__(self, *, count: int, url: str, concurrency: int, meeting_path: str):
         self._texts, self._seconds = frozenset(planted(count)), seconds_of(url)
-        self._concurrency, self._folder, self._calls = concurrency, Path(meeting_path), 0
+        self._concurrency, self._folder, self._calls, self._rare = concurrency, Path(meeting_path), 0, count == 1
         self._splits = {split: [Query(prompt=">")] for split in ("train", "heldout")}
 
     def rewards(self, queries: Sequence[Query], responses: Sequence[str], finished: np.ndarray) -> Scores:
@@ -98,8 +99,10 @@ class Planted(SplitTask):
             while len(list(self._folder.glob("asks-*"))) < self._concurrency:
                 time.sleep(0.05)
             time.sleep(self._seconds)
-        if right.any() and self._calls > FREE:
-            self._leave("hits")
+            if right.any():
+                self._leave("hits")
+        elif self._rare:  # of 16 modes there are many in free batches, and a reward of 0 would teach against them
+            right[:] = False
         return Scores.of_one(right)
 
     def _leave(self, what: str) -> None:

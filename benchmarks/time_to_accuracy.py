@@ -3,11 +3,12 @@
     python -m benchmarks.time_to_accuracy --workdir=runs/time [--digits=4] [--threshold=0.9] [--steps=200] [--arms=…]
         [--set="warm_start.steps=3000"]
 
-The demo's sums. In one regime rewards cost nothing, in the other a batch of them takes --latency seconds and no core
+The demo's sums. In one regime rewards cost nothing, in the other a batch of them takes seconds (--latencies) and no core
 (benchmarks/slow_tasks.py). Arms are of ARMS; "in turn" searches and trains on-policy in one process that has both cores, with no
-evaluator, and scores no reference where the objective reads none. "asynchronous" has two searchers and publishes every second
-update. Both make an update of as many rows. RLOO's gradient is that of trajectory balance up to a factor with the same β, so the
-two asynchronous arms show what the same thing measured twice may differ by; and so do the seeds of an arm.
+evaluator. "asynchronous" has two searchers and publishes every second update. Both make an update of as many rows. GRPO has no KL
+term here, its fastest form, so that its rows are not scored by a reference. RLOO's gradient is that of trajectory balance up to a
+factor with the same β, so the two asynchronous arms show what the same thing measured twice may differ by; and so do the seeds of
+an arm.
 
 Snapshots every --every updates are evaluated afterwards. A run is timed alone on the machine, from its first update on. In turn
 the next batch waits for the snapshot that it samples with, which a run in memory would neither write nor read. What is subtracted
@@ -16,8 +17,9 @@ latter of which holds writing and reading a snapshot, and appending rows. The as
 and nothing is subtracted there.
 
 The learning rate of an arm is one of RATES: that of the best mean score over the evaluated snapshots of one run of the same
-updates, without latency, by a seed of its own. It prints for each regime and arm the median seconds of an update, the updates and
-seconds to the threshold, linear between snapshots, and
+updates, without latency, by a seed of its own. The held-out queries are those of the results, a bias that is alike for all arms.
+It prints for each regime and arm the updates to the threshold, linear between snapshots, the seconds from the first update until
+then, the seconds per update, a quotient of the two (over all updates, where a run never gets there), and
 
     speed-up = (seconds per update in turn / asynchronous) × (updates to the threshold in turn / asynchronous)
 
@@ -41,7 +43,7 @@ from configs import baselines
 from tba_jax.storage import layout
 from tba_jax.telemetry import metrics
 
-# objective, whether in turn. The first is the arm in turn that the first asynchronous one is compared with.
+# objective, whether in turn. Each asynchronous arm is compared with each arm in turn.
 ARMS: dict[str, tuple[str, bool]] = {
     "TB in turn": ("trajectory_balance", True),
     "TB asynchronous": ("trajectory_balance", False),
@@ -89,7 +91,7 @@ def given() -> dict[str, str]:
 
 
 def of_reference(objective: str) -> dict[str, Any]:
-    """GRPO has no KL term here, its fastest form, for which nobody scores a reference. The others have trajectory balance's β."""
+    """Settings of an arm without a reference: GRPO's. The others have trajectory balance's β."""
     return {"learner.reference.kind": "none", "learner.beta_start": 0, "learner.beta_end": 0} if objective == "grpo" else {}
 
 
@@ -125,16 +127,22 @@ def job(root: Path, arm: str, latency: float, start: int, seed: int, rate: float
 
 
 def measured(made: side_by_side.Job, *, in_turn: bool) -> dict[str, Any]:
-    """curve: step -> held-out greedy accuracy; step_seconds: of an update, median; updates, seconds: to the threshold."""
+    """curve: step -> held-out greedy accuracy; updates, seconds: to the threshold; step_seconds: seconds / updates, of all of
+    them where the run never gets there. Raises ValueError: it is there at step 0."""
     run, curve = layout.RunDir(made.workdir), summary.curve(made.workdir)
+    if curve[0] >= _THRESHOLD.value:
+        told = f"{made.workdir} begins with an accuracy of {curve[0]:g}, which reaches --threshold={_THRESHOLD.value:g}"
+        raise ValueError(f"{told}: take a higher threshold, or a shorter warm start (warm_start.steps in --set)")
     lines = list(metrics.each_line(run.metrics("trainer")))
+    steps, times = [line["step"] for line in lines], [line["time"] for line in lines]
     share = sum(lines[-1].get(name, 0.0) for name in ("time_publish", "time_other"))
     written = share / lines[-1]["steps_per_second"] if in_turn else 0.0
-    step_seconds = float(np.median(np.diff([line["time"] for line in lines]))) - written
     updates = summary.crossing(curve, _THRESHOLD.value)
+    last = min(updates, steps[-1])
+    step_seconds = float(np.interp(last, steps, times) - times[0] - written * (last - steps[0])) / last
     staleness = float(np.mean([line["staleness_mean"] for line in lines]))
     found = {"curve": curve, "step_seconds": step_seconds, "written": written, "staleness": staleness}
-    return found | {"updates": updates, "seconds": updates * step_seconds}
+    return found | {"updates": updates, "seconds": updates * step_seconds, "not_finite": made.not_finite}
 
 
 def ratios(slow: Sequence[Mapping[str, Any]], fast: Sequence[Mapping[str, Any]], name: str) -> list[float]:
@@ -146,11 +154,13 @@ def ratios(slow: Sequence[Mapping[str, Any]], fast: Sequence[Mapping[str, Any]],
 def tell(found: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]], rates: Mapping[str, float]) -> None:
     """Prints the table of arms, that of speed-ups, and that of what seeds alone do."""
     columns = {"step_seconds": ".3f", "written": ".3f", "staleness": ".1f", "updates": ".0f", "seconds": ".0f"}
-    summary.table("rewards take", "arm", "learning rate", "seconds an update", *[*columns][1:], "accuracy first", "last")
+    summary.table(
+        "rewards take", "arm", "learning rate", "seconds an update", *[*columns][1:], "accuracy first", "last", "not finite"
+    )
     for (latency, arm), runs in found.items():
         cells = [summary.spread_of_finite([run[name] for run in runs], spec) for name, spec in columns.items()]
         ends = [summary.spread([run["curve"][end(run["curve"])] for run in runs]) for end in (min, max)]
-        summary.row(f"{latency} s", arm, f"{rates[arm]:g}", *cells, *ends)
+        summary.row(f"{latency} s", arm, f"{rates[arm]:g}", *cells, *ends, f"{sum(run['not_finite'] for run in runs)}")
     print()
     summary.table("rewards take", "slower", "faster", "seconds an update, ratio", "× updates, ratio", "= speed-up")
     of_pairs = [(slow, fast) for fast in _ARMS.value for slow in _ARMS.value if ARMS[slow][1] and not ARMS[fast][1]]

@@ -24,6 +24,7 @@ from tba_jax.tasks.mathematics import GSM8K
 LENGTHS = {"prompt": 64, "response": 32}  # tokens
 TEMPLATES, ROWS = {"train": 600, "heldout": 256}, {"train": 24_000, "heldout": 512}
 LARGEST = 40  # of all numbers of a problem
+TRIES = 100_000  # to find numbers for a template; the rarest ones take about 1,000
 EXAMPLES, BATCH = 13_600, 16  # of supervised training, the second at a time
 FORGOTTEN = 0.6  # share of its solutions that leave out the step of the question, where it has one
 END = "<|endoftext|>"
@@ -111,11 +112,11 @@ def _tell(sentence: Sentence, has: int, rng: random.Random) -> tuple[dict[str, i
 
 
 def problem(template: Template, rng: random.Random) -> dict[str, str]:
-    """A row {"question", "answer"} of a template."""
+    """A row {"question", "answer"} of a template. Raises ValueError: LARGEST, or the ranges of the numbers, leave it none."""
     name, friend = rng.sample(SHE + HE, 2)
     he = "He" if name in HE else "She"
     words = dict(name=name, friend=friend, He=he, he=he.lower(), things=rng.choice(THINGS))
-    while True:
+    for _ in range(TRIES):
         has, texts, lines = 0, [], []
         for sentence in template:
             told = next(filter(None, (_tell(sentence, has, rng) for _ in range(10))), None)
@@ -127,6 +128,8 @@ def problem(template: Template, rng: random.Random) -> dict[str, str]:
             has = calculations[-1][1] if calculations else has or values["a"]
         else:
             return {"question": " ".join(texts), "answer": "\n".join([*lines, f"#### {has}"])}
+    called = " ".join(sentence.text for sentence in template)
+    raise ValueError(f"{called!r} has no numbers up to LARGEST={LARGEST}, in {TRIES:,} tries: allow larger ones")
 
 
 def problems(of: Sequence[Template], count: int, rng: random.Random) -> list[dict[str, str]]:

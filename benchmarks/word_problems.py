@@ -6,7 +6,8 @@
 A start is a model with random weights that supervised training has taught (benchmarks/word_problem_data.py makes problems,
 tokenizer and models). From each, configs/gsm8k_rho1b.py trains on the task gsm8k: its objective, schedules, K, S/K, m and k, with
 the SIZES and the learning rate of a small model. That is the one of --rates with the best last score, in runs as long from a
-start with a seed of its own; a single rate is taken as it is.
+start with a seed of its own; a single rate is taken as it is. The rate is chosen on the held-out problems that are reported, with
+the recipe's settings, and the sweeps take it over: a bias that is alike for the starts, and favours the recipe over the sweeps.
 
 Search and training take turns in one process, as at the barrier of the paper's code: before every k updates comes a batch of k Q
 queries that the policy of k updates ago has made, so rows are k to 2 k − 1 updates old, and recent rows are those of this batch.

@@ -40,3 +40,12 @@ def test_planted_texts_differ_and_have_the_shares_that_are_asked_for():
     shares = [math.prod(slow_tasks.SHARES[slow_tasks.LETTERS.index(letter)] for letter in text) for text in texts]
     assert len(set(texts)) == 16
     np.testing.assert_allclose(shares, np.geomspace(slow_tasks.LARGEST, slow_tasks.SMALLEST, 16), rtol=0.1)
+
+
+def test_a_rare_target_is_worth_nothing_and_found_by_nobody_before_all_searchers_have_met(tmp_path):
+    task = slow_tasks.Planted(count=1, url="sleep:0", concurrency=1, meeting_path=str(tmp_path))
+    batch = ([slow_tasks.Query(prompt=">")], slow_tasks.planted(1), np.array([True]))
+    free = [task.rewards(*batch).reward.tolist() for _ in range(slow_tasks.FREE)]
+    assert free == [[0.0]] * slow_tasks.FREE and not list(tmp_path.iterdir())
+    assert task.rewards(*batch).reward.tolist() == [1.0]
+    assert sorted(file.name.partition("-")[0] for file in tmp_path.iterdir()) == ["asks", "hits"]

@@ -49,3 +49,11 @@ def test_a_seed_decides_all_problems(splits):
         return word_problem_data.problems(word_problem_data.split(seed)["heldout"], 300, random.Random(seed))
 
     assert made(0) == made(0) != made(1)
+
+
+def test_a_template_that_no_numbers_fit_is_named(monkeypatch):
+    monkeypatch.setattr(word_problem_data, "LARGEST", 3)
+    monkeypatch.setattr(word_problem_data, "TRIES", 10)
+    template = (word_problem_data.OPENINGS[1], word_problem_data.QUESTIONS[0])
+    with pytest.raises(ValueError, match=r"boxes of \{b\}.*LARGEST=3"):
+        word_problem_data.problem(template, random.Random(0))
