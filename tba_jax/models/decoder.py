@@ -40,19 +40,17 @@ def _normed(norm: Any, x: jax.Array) -> jax.Array:
 class Block(nnx.Module):
     """A layer of the decoder: attention and feed-forward, each with norms and added to the residual stream."""
 
-    attention_norm: Any = None
     attention_post_norm: Any = None
-    feed_forward_norm: Any = None
     feed_forward_post_norm: Any = None
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         c = config
         norm = functools.partial(Norm, c.norm, "D", c.sizes, epsilon=c.norm_epsilon, rngs=rngs)
         self.parallel_residual = c.parallel_residual
+        self.attention_norm = norm() if c.norm_place != "after" else None
         self.attention = Attention(c, rngs=rngs)
+        self.feed_forward_norm = norm() if c.norm_place != "after" else None
         self.feed_forward = Experts(c, rngs=rngs) if c.experts else FeedForward(c, rngs=rngs)
-        if c.norm_place != "after":
-            self.attention_norm, self.feed_forward_norm = norm(), norm()
         if c.norm_place != "before":
             self.attention_post_norm, self.feed_forward_post_norm = norm(), norm()
 

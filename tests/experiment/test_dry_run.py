@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import json
+import math
 import os
 import re
 import shutil
@@ -50,6 +51,8 @@ def test_every_recipe_and_every_preset_is_answered(recipe, number, one_device):
     for preset in list(reversed(PRESETS))[number :: len(small_recipes.RECIPES)]:
         c = small_recipes.config(recipe + variant)
         c.update_from_flattened_dict(inputs | {"model.preset": preset})
+        for mesh in (c.learner.mesh, c.searchers.mesh, c.evaluation.mesh):
+            mesh.tensor = math.gcd(mesh.tensor, PRESETS[preset].kv_heads)
         said = dry_run.describe(composition.build(c, weights=False, new=True))
         assert said.splitlines()[0].startswith("trainer    ") and "nan" not in said
         assert "not checked: the programs, which --compile and --topology compile; weights of the policy" in said

@@ -106,9 +106,9 @@ def test_the_lease_is_renewed(tmp_path):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert later.value == first.value and later.value["pid"] == os.getpid() and not later.value["released"]
-    assert len(list(place.iterdir())) <= 4
     lease.release()
     assert fenced.read(place).value["released"]
+    assert len(list(place.iterdir())) <= 4  # while versions come and go, a listing may show more
 
 
 def test_a_lease_that_a_full_disk_refused_is_not_there_and_a_damaged_one_is_waited_for(tmp_path, acquire):
