@@ -13,8 +13,9 @@ What else an objective reads is as its row of configs/baselines.py says; so is t
 quantity.
 
 A run that is done is not made again, so the command resumes where it was stopped. It prints a markdown table of the held-out
-greedy accuracy, mean and standard deviation over warm starts × seeds: at the fork, the least after it, and the last. A rate that
-is the least or largest of --rates has a mark. It writes workdir/staleness.json and draws workdir/staleness.png.
+greedy accuracy, mean and standard deviation over warm starts × seeds: at the fork, the least after it, and the last; of the
+updates that an accuracy of 0.9 took; and the scores of the rates. It writes workdir/staleness.json and draws
+workdir/staleness.png.
 """
 
 import dataclasses
@@ -43,6 +44,7 @@ _RATES = flags.DEFINE_list("rates", ["2e-6", "1e-5", "5e-5"], "Learning rates, o
 
 RECIPE = "configs/demo.py"
 FORK, FORK_RATE, BETA = 256, 2.5e-6, 0.004
+THRESHOLD = 0.9
 OTHER_SCALE = ("online_dpo", "gflowrl", "flowrl_linear_z", "tpo", "pmd_mean")
 # Of the runs that choose a learning rate, which no table has.
 OTHER_SEED = 100
@@ -139,24 +141,31 @@ def main(argv: Sequence[str]) -> None:
         for arm in arms
     }
     side_by_side.run_all(list(jobs.values()))
-    summary.table("objective", "lag", "β", "learning rate", "at the fork", "least", "last", "the same by warm start")
+    columns = ("at the fork", "least", "last", "the same by warm start", f"updates to {THRESHOLD}")
+    summary.table("objective", "lag", "β", "learning rate", *columns, "scores of the rates")
     found, panels = dict[str, Any](), dict[str, dict[str, list[summary.Curve]]]()
     for arm in arms:
         runs = {(number, seed): after(made) for (of, number, seed), made in jobs.items() if of == arm}
         least, last = ([of(list(run.values())[1:]) for run in runs.values()] for of in (min, lambda values: values[-1]))
         by_start = (summary.spread([run[max(run)] for (of, _), run in runs.items() if of == number]) for number in starts)
         early = sum(made.stopped.exists() for (of, *_), made in jobs.items() if of == arm)
-        edge = " (edge)" * (rates[arm] in (_RATES.value[0], _RATES.value[-1]))
         summary.row(
-            arm.objective, f"{arm.lag}", f"{arm.beta:g}",
-            rates[arm] + edge, summary.spread([run[FORK] for run in runs.values()]),
+            arm.objective, f"{arm.lag}", f"{arm.beta:g}", rates[arm], summary.spread([run[FORK] for run in runs.values()]),
             summary.spread(least), summary.spread(last) + f" ({early} ended early)" * bool(early), ", ".join(by_start),
+            summary.spread_of_finite([summary.crossing(run, THRESHOLD) - FORK for run in runs.values()], ".0f"),
+            ", ".join(f"{rate}: {value:.3f}" for rate, value in tried[arm].items()),
         )  # fmt: skip
         of_runs = {f"start {number}, seed {seed}": run for (number, seed), run in runs.items()}
         found[arm.name] = {"rate": rates[arm], "rates": tried[arm], "runs": of_runs}
         label = f"{arm.objective}, β {arm.beta:g}"
         panels.setdefault(f"rows {arm.lag} updates old", {})[label] = list(runs.values())
-    print(f"\n{_STEPS.value} updates after {FORK}, {len(starts)} warm starts × {_SEEDS.value} seeds; ", end="")
+    ends = {each: list(after(made).values())[-1] for each, made in jobs.items()}
+    apart = [ends[arm, number, 1] - ends[arm, number, 0] for arm in arms for number in starts if _SEEDS.value > 1]
+    print(
+        f"\n{_STEPS.value} updates after {FORK}, {len(starts)} warm starts × {_SEEDS.value} seeds; two seeds of an arm and a warm",
+        end=" ",
+    )
+    print(f"start end {np.mean(np.square(apart or [np.nan])) ** 0.5:.3f} apart (root mean square); ", end="")
     print(f"this call took {time.monotonic() - begin:.0f} s")
     (root / "staleness.json").write_text(json.dumps(found, indent=1))
     summary.plot(root / "staleness.png", panels, across="updates", up="held-out greedy accuracy")
