@@ -7,7 +7,7 @@ Paper:     the baselines of Figure 1 (GSM8K: VinePPO, GRPO, Online DPO, …; 700
            the learning rate is tuned for none of the baselines.
 Command:   python -m tba_jax.main --config=configs/demo_baselines.py:rloo --workdir=runs/demo_rloo
 Hardware:  2 CPU cores. Time and score: not measured here, except vine_ppo (configs/demo_vine_ppo.py). The tasks of the paper's
-           rows: not measured here. All baselines at equal staleness: python -m benchmarks.staleness --workdir=DIR.
+           rows: not measured here. On rows of a fixed age: python -m benchmarks.staleness --workdir=DIR --arms=NAME,…
 """
 
 from configs import baselines, demo, demo_vine_ppo, small
