@@ -161,7 +161,10 @@ def main(argv: Sequence[str]) -> None:
         panels.setdefault(f"rows {arm.lag} updates old", {})[label] = list(runs.values())
     ends = {each: list(after(made).values())[-1] for each, made in jobs.items()}
     apart = [ends[arm, number, 1] - ends[arm, number, 0] for arm in arms for number in starts if _SEEDS.value > 1]
-    print(f"\n{_STEPS.value} updates after {FORK}, {len(starts)} warm starts × {_SEEDS.value} seeds. Two seeds of an arm and a ")
+    print(
+        f"\n{_STEPS.value} updates after {FORK}, {len(starts)} warm starts × {_SEEDS.value} seeds. Two seeds of an arm and a ",
+        end="",
+    )
     print(f"warm start end {np.mean(np.square(apart or [np.nan])) ** 0.5:.3f} apart (root mean square). ", end="")
     print(f"This call took {time.monotonic() - begin:.0f} s.")
     (root / "staleness.json").write_text(json.dumps(found, indent=1))
