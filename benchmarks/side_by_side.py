@@ -1,5 +1,6 @@
 """The runs of a study, several at a time, each on its own share of the machine's cores; the evaluation of their snapshots
-afterwards; and the choice of a learning rate. What is done is not made again, and is refused where it was made otherwise."""
+afterwards; and the choice of a learning rate. A run that is done is not made again; one that was made with other settings is
+refused."""
 
 import concurrent.futures
 import dataclasses
@@ -73,7 +74,7 @@ class Job:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Of the run's processes. Runs of one root share their compiled programs, or all whose environment names a folder."""
+        """Of the run's processes. Where it names no folder of compiled programs, that is the root's."""
         return {"JAX_COMPILATION_CACHE_DIR": str(self.root / "compilation_cache")} | os.environ
 
     def time_is_up(self) -> bool:

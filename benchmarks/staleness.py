@@ -46,7 +46,7 @@ RECIPE = "configs/demo.py"
 FORK, FORK_RATE, BETA = 256, 2.5e-6, 0.004
 THRESHOLD = 0.9
 OTHER_SCALE = ("online_dpo", "gflowrl", "flowrl_linear_z", "tpo", "pmd_mean")
-# Of the runs that choose a learning rate, which no table has.
+# The seed of the runs that choose a learning rate. No table has these runs.
 OTHER_SEED = 100
 # 64 rows an update, all of them from the batch that the searcher has just appended.
 ROWS: dict[str, Any] = {

@@ -11,8 +11,8 @@ factor with the same β, so the two asynchronous arms show what the same thing m
 an arm.
 
 Snapshots every --every updates are evaluated afterwards. A run is timed alone on the machine, from its first update on. In turn
-the next batch waits for the snapshot that it samples with, which a run in memory would neither write nor read. What is subtracted
-for it (`written`, seconds an update) is an upper bound: the shares `time_publish` and `time_other` of the trainer's metrics, the
+the next batch waits for the snapshot that it samples with, which a run in memory would neither write nor read. The study
+subtracts an upper bound of that time (`written`, seconds an update): the shares `time_publish` and `time_other` of the trainer's metrics, the
 latter of which holds writing and reading a snapshot, and appending rows. The asynchronous trainer writes in a thread beside it,
 and nothing is subtracted there.
 
