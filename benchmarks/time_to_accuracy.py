@@ -12,9 +12,9 @@ an arm.
 
 Snapshots every --every updates are evaluated afterwards. A run is timed alone on the machine, from its first update on. In turn
 the next batch waits for the snapshot that it samples with, which a run in memory would neither write nor read. The study
-subtracts an upper bound of that time (`written`, seconds an update): the shares `time_publish` and `time_other` of the trainer's metrics, the
-latter of which holds writing and reading a snapshot, and appending rows. The asynchronous trainer writes in a thread beside it,
-and nothing is subtracted there.
+subtracts an upper bound of that time (`written`, seconds an update): the shares `time_publish` and `time_other` of the trainer's
+metrics, the latter of which holds writing and reading a snapshot, and appending rows. The asynchronous trainer writes in a thread
+beside it, and nothing is subtracted there.
 
 The learning rate of an arm is one of RATES: that of the best mean score over the evaluated snapshots of one run of the same
 updates, without latency, by a seed of its own. The held-out queries are those of the results, a bias that is alike for all arms.
