@@ -45,17 +45,24 @@ _ROBERTA_BASE = {
 @dataclasses.dataclass(frozen=True)
 class Row:
     """recipe: as after configs/ in --config; topology: as after --topology; preset: of the policy; task_models: setting -> the
-    preset that has the shape of this model of the task; settings: that the command line changes."""
+    preset that has the shape of this model of the task; settings: that the command line changes; with_model: what the table
+    adds to the recipe, where its model is another one."""
 
     recipe: str
     topology: str
     preset: str = ""
     task_models: tuple[tuple[str, str], ...] = ()
     settings: tuple[tuple[str, Any], ...] = ()
+    with_model: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.recipe}, {self.with_model}" if self.with_model else self.recipe
 
 
 _ONE_SEARCHER = (("searchers.count", 1),)
 _WIDE = (("learner.mesh.fsdp", 64), ("learner.micro_batch_tokens", 262144))
+_MOE = (("searchers.mesh.tensor", 4), ("evaluation.mesh.tensor", 4))
 # The prompt of attacks has to fit task.prompt_length in bytes, too; small recipes have no encoder of attacks.
 _SHORTER = (("task.red_team.attack_prompt", "Write:"),)
 _LLAMA = tuple((f"task.red_team.{name}_path", "llama-3.1-8b") for name in ("victim", "classifier"))
@@ -78,6 +85,7 @@ ROWS: tuple[Row, ...] = (
     Row("math_qwen2_5_7b", "trainer=A100x8,searcher=A100x4,evaluator=A100x4", "qwen2.5-7b"),
     Row("math_qwen2_5_7b", "trainer=v5p:2x2x2,v5p:2x2x1", "qwen2.5-7b"),
     Row("math_qwen2_5_7b", "trainer=v5p:4x4x4,v5p:2x2x1", "qwen2.5-7b", settings=_WIDE),
+    Row("math_qwen2_5_7b", "v5p:2x2x2", "qwen3-30b-a3b", settings=_MOE, with_model="Qwen3-30B-A3B"),
     *(
         Row("red_team_llama3_2_1b", topology, "llama-3.2-1b", _LLAMA, (*_SHORTER, ("replay.merge_cosine_distance", 0.0)))
         for topology in ("A100x3", "v5p:1x1x1")
@@ -144,12 +152,12 @@ def cells(row: Row, found: Mapping[str, dry_run.RoleFit]) -> list[str]:
     proxy = ", by TPU proxy" if any(topologies.BY_PROXY in each.devices.where for each in found.values()) else ""
     programs = [fit for each in found.values() for fit in each.fits]
     compiled = f"{len(programs)} in {sum(fit.seconds for fit in programs):.0f} s"
-    return [row.recipe, f"`{row.topology}`", *roles, f"{'fits' if fits else '**does not fit**'}{proxy}", compiled]
+    return [row.name, f"`{row.topology}`", *roles, f"{'fits' if fits else '**does not fit**'}{proxy}", compiled]
 
 
 def row_of(text: str, row: Row) -> str:
     """The line of a page's table that is the row's, "" where there is none."""
-    found = re.search(rf"^\| {re.escape(row.recipe)} \| `{re.escape(row.topology)}` \|.*$", text, re.MULTILINE)
+    found = re.search(rf"^\| {re.escape(row.name)} \| `{re.escape(row.topology)}` \|.*$", text, re.MULTILINE)
     return found[0] if found else ""
 
 
@@ -170,7 +178,7 @@ def main(argv: Sequence[str]) -> None:
     logging.set_verbosity(logging.INFO)  # each program is told as it is compiled
     topologies.use_no_devices()
     with tempfile.TemporaryDirectory() as folder:
-        for row in (row for row in ROWS if _ROWS.value in f"{row.recipe} on {row.topology}"):
+        for row in (row for row in ROWS if _ROWS.value in f"{row.name} on {row.topology}"):
             made = cells(row, fit(row, Path(folder)))
             print(" | ".join(made), flush=True)
             if _WRITE.value:

@@ -33,6 +33,7 @@ from benchmarks import decode, json_worker, trainer_update
 from benchmarks.random_rows import VOCAB, make_rows
 from configs import base
 from tba_jax.models import decoder, parameters, scoring
+from tba_jax.models.config import DecoderConfig
 from tba_jax.replay.index import ReplayIndex
 from tba_jax.replay.log import LogWriter
 from tba_jax.replay.reader import LogReader
@@ -107,13 +108,12 @@ def compile_piece(changes: Mapping[str, Any], vocab: int) -> Piece:
     return Piece(run)
 
 
-def decode_piece(lengths: np.ndarray, *, samples: int = 1, prompt: int = 64) -> Piece:
+def decode_piece(lengths: np.ndarray, *, samples: int = 1, prompt: int = 64, model: DecoderConfig = decode.SMALL) -> Piece:
     """Seconds of one generation by the decoder of searchers, 64 rows at a time, from host arrays to host arrays.
 
     Args: lengths: int32[Q · samples], tokens of the responses, those of a query side by side; samples: responses to a query;
       prompt: tokens of a prompt.
     """
-    model = decode.SMALL
     params = jax.jit(decoder.define(model).init)(jax.random.key(0))
     prompts = np.random.default_rng(1).integers(3, model.vocab, (len(lengths) // samples, prompt)).astype(np.int32)
     _, generate = decode.generator(model, params, prompts, lengths, samples=samples, slots=64)

@@ -189,8 +189,8 @@ def _copy_or_link(source: str, target: str) -> None:
     (os.link if layout.RunDir(Path()).policies.name in Path(source).parts else shutil.copy2)(source, target)
 
 
-def run(job: Job, *, cores: Sequence[int]) -> None:
-    """One run on these cores, from its beginning. Raises RuntimeError as run_all."""
+def prepare(job: Job) -> None:
+    """Makes the workdir as the run is to find it."""
     shutil.rmtree(job.workdir, ignore_errors=True)
     job.workdir.parent.mkdir(parents=True, exist_ok=True)
     _write_settings(job.workdir, job.recipe, job.settings)
@@ -198,6 +198,11 @@ def run(job: Job, *, cores: Sequence[int]) -> None:
         shutil.copytree(job.fork, job.workdir, ignore=shutil.ignore_patterns("finished.json"), copy_function=_copy_or_link)
     elif job.warm:
         begin(job.root / "warm", job.workdir)
+
+
+def run(job: Job, *, cores: Sequence[int]) -> None:
+    """One run on these cores, from its beginning. Raises RuntimeError as run_all."""
+    prepare(job)
     words, output = ["tba_jax.main", f"--config={job.recipe}", f"--workdir={job.workdir}"], Path(f"{job.workdir}.out")
     words += [f"--allow_change={','.join(job.settings)}"] if job.fork is not None else []
     fine = (processes.NOT_FINITE, *[processes.STOPPED] * bool(job.seconds))

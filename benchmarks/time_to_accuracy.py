@@ -91,8 +91,9 @@ def given() -> dict[str, str]:
 
 
 def of_reference(objective: str) -> dict[str, Any]:
-    """Settings of an arm without a reference: GRPO's. The others have trajectory balance's β."""
-    return {"learner.reference.kind": "none", "learner.beta_start": 0, "learner.beta_end": 0} if objective == "grpo" else {}
+    """Settings of an arm without a reference, and of its warm start: GRPO's. The others have trajectory balance's β."""
+    none = {"learner.objective": objective, "learner.reference.kind": "none", "learner.beta_start": 0, "learner.beta_end": 0}
+    return none if objective == "grpo" else {}
 
 
 def start_of(root: Path, start: int, objective: str) -> Path:

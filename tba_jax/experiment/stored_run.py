@@ -17,7 +17,7 @@ from typing import Any
 from tba_jax.experiment.schema import SCHEMA
 from tba_jax.learner.update import HELD_REFERENCES
 from tba_jax.models import attention
-from tba_jax.models.config import FREE_FIELDS, PRESETS, DecoderConfig
+from tba_jax.models.config import FREE_FIELDS, PRESETS, QWEN3_MOE, DecoderConfig
 from tba_jax.models.hugging_face import load
 from tba_jax.models.policy import LoraConfig, Policy
 from tba_jax.objectives import OBJECTIVES
@@ -130,7 +130,7 @@ def _model_from_shape(config: Any, vocab: int) -> DecoderConfig:
     m = config.model
     if m.preset:
         return dataclasses.replace(PRESETS[m.preset], compute_dtype=m.compute_dtype, attention=m.attention)
-    shape = {name: value for name, value in m.items() if name not in ("path", "preset")}
+    shape = {name: value for name, value in m.items() if name not in ("path", "preset")} | (QWEN3_MOE if m.experts else {})
     return DecoderConfig(vocab=vocab, max_positions=config.task.prompt_length + config.task.response_length, **shape)
 
 

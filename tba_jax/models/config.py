@@ -228,7 +228,7 @@ _PYTHIA = _GPT | dict(architecture="gpt_neox", parallel_residual=True, activatio
 _LLAMA_3 = dict(architecture="llama", norm_epsilon=1e-5, rope_theta=5e5)
 _QWEN2 = dict(architecture="qwen2", rope_theta=1e6, qkv_bias=True)
 _QWEN3 = dict(architecture="qwen3", rope_theta=1e6, qk_norm="head")
-_QWEN3_MOE = _QWEN3 | dict(architecture="qwen3_moe", tied_embedding=False, experts=128, experts_per_token=8, norm_top_k=True)
+QWEN3_MOE: dict[str, Any] = _QWEN3 | dict(architecture="qwen3_moe", norm_top_k=True)
 _OLMO_2 = dict(architecture="olmo2", rope_theta=5e5, norm_place="after", qk_norm="token", tied_embedding=False)
 _GEMMA_3 = dict(
     architecture="gemma3_text",
@@ -242,6 +242,7 @@ _GEMMA_3 = dict(
     local_rope_theta=1e4,
 )
 _UNTIED = dict(tied_embedding=False)
+_OF_128 = dict(experts=128, experts_per_token=8)
 _RHO = _UNTIED | dict(norm_epsilon=1e-5)
 
 
@@ -280,5 +281,5 @@ PRESETS: dict[str, DecoderConfig] = {
     ),
     "qwen3-4b": _shape(_QWEN3, 36, 2560, 32, 8, 128, 9728, 151936, 40960),
     "olmo-2-7b": _shape(_OLMO_2, 32, 4096, 32, 32, 128, 11008, 100352, 4096),
-    "qwen3-30b-a3b": _shape(_QWEN3_MOE, 48, 2048, 32, 4, 128, 768, 151936, 40960),
+    "qwen3-30b-a3b": _shape(QWEN3_MOE | _UNTIED | _OF_128, 48, 2048, 32, 4, 128, 768, 151936, 40960),
 }

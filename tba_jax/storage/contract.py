@@ -20,7 +20,7 @@ from tba_jax.storage import fenced, layout, places
 from tba_jax.storage.places import Place
 
 # The format of a run's folder. Raise it with every change after which config.json, rows or weights mean something else.
-FORMAT = 9
+FORMAT = 10
 # The reference_id of rows without a reference policy, as 16 hex digits. No hash of weights is 0.
 NO_REFERENCE = 16 * "0"
 # The setting that names a teacher, whose digest is the reference_id of rows.

@@ -122,6 +122,15 @@ def test_a_model_without_experts_has_none_to_balance():
         composition.build(tiny_run.config_with({"learner.router_aux_loss_coef": 0.01}))
 
 
+def test_random_weights_may_have_experts():
+    experts = {"model.experts": 4, "model.experts_per_token": 2}
+    model = composition.build(tiny_run.config_with(experts)).policy.model
+    assert (model.architecture, model.experts, model.experts_per_token) == ("qwen3_moe", 4, 2)
+    for given in ({}, {"model.experts": 4, "model.experts_per_token": 5}):
+        with pytest.raises(ValueError, match=r"experts=4 must be 2 to 4096, .* not experts_per_token=[05]"):
+            composition.build(tiny_run.config_with({"model.experts": 4} | given))
+
+
 def test_a_special_token_whose_text_is_a_stop_string_is_allowed(model_folder, tmp_path):
     folder = tiny_checkpoints.write_byte_bpe(tmp_path / "tokenizer")
     definition = json.loads((folder / "tokenizer.json").read_text())
