@@ -3,9 +3,9 @@ OLMo 2 are settings."""
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -21,6 +21,7 @@ from tba_jax.models.layers import (
     Embedding,
     FeedForward,
     Norm,
+    ReadyMap,
     ScalarHead,
     float32_sums,
     full_precision,
@@ -35,6 +36,29 @@ _UNROLLED = 8
 
 def _normed(norm: Any, x: jax.Array) -> jax.Array:
     return x if norm is None else norm(x)
+
+
+@flax.struct.dataclass
+class Head:
+    """The map of hidden states [t, D] to logits float32[t, V]: float32 because log-prob sums over long rows need it.
+
+    maps: of the weight, and of both parts of its adapter where it has one; their gradients are float32 (layers.float32_sums).
+    quant_scale: of an int8 weight, float32[V]; lora_scale: of the adapter.
+    """
+
+    maps: tuple[ReadyMap, ...]
+    quant_scale: jax.Array | None = None
+    lora_scale: float = flax.struct.field(pytree_node=False, default=0.0)
+
+    def __call__(self, hidden: jax.Array) -> jax.Array:
+        product, *adapter = self.maps
+        logits = product(hidden)
+        if self.quant_scale is not None:
+            logits = logits * self.quant_scale
+        if adapter:
+            down, up = adapter
+            logits = logits + up((self.lora_scale * down(hidden)).astype(hidden.dtype))
+        return logits
 
 
 class Block(nnx.Module):
@@ -162,33 +186,27 @@ class Decoder(nnx.Module):
         )
         return self.final_norm(x).reshape(B, T, -1), routing
 
-    def head(self, *, vmapped: bool = False) -> Callable[[jax.Array], jax.Array]:
-        """The map of hidden states [t, D] to logits float32[t, V]: float32 because log-prob sums over long rows need it.
-
-        The weight is cast to the compute dtype and gathered now: call `head` once, outside of the loop that uses the map.
-        Gradients of the weight are float32 (layers.float32_sums).
+    def head(self, *, vmapped: bool = False) -> Head:
+        """The map to logits. Weights are cast and gathered now: call `head` once, outside of the loop that uses the map.
 
         Args: vmapped: whether the map will be vmapped over rows (layers.over_rows).
         """
         assert self.score is None, "a model with a score head has no language-model head"
-        table: Any = self.embedding if self.lm_head is None else self.lm_head
-        product = self._ready("tD,VD->tV" if self.lm_head is None else self.lm_head.equation, table.weight, table.axes, vmapped)
-        if self.lm_head is None or (self.lm_head.lora_a is None and self.lm_head.quant_scale is None):
-            return product
-        if self.lm_head.quant_scale is not None:
-            return lambda hidden: product(hidden) * self.lm_head.quant_scale[...]
-        into, out_of = self.lm_head.adapter_equations()
-        down = self._ready(into, self.lm_head.lora_a, "Dr", vmapped)
-        up = self._ready(out_of, self.lm_head.lora_b, "rV", vmapped)
-        scale = self.lm_head.lora_scale
-        return lambda hidden: product(hidden) + up((scale * down(hidden)).astype(hidden.dtype))
+        if self.lm_head is None:
+            return Head((self._ready("tD,VD->tV", self.embedding.weight, self.embedding.axes, vmapped),))
+        head: Any = self.lm_head
+        maps = (self._ready(head.equation, head.weight, head.axes, vmapped),)
+        if head.lora_a is not None:
+            into, out_of = head.adapter_equations()
+            maps += (self._ready(into, head.lora_a, "Dr", vmapped), self._ready(out_of, head.lora_b, "rV", vmapped))
+        return Head(maps, None if head.quant_scale is None else head.quant_scale[...], lora_scale=head.lora_scale)
 
-    def _ready(self, equation: str, parameter: Any, axes: str, vmapped: bool) -> Callable[[jax.Array], jax.Array]:
-        """The function x -> einsum(equation, x, parameter). The parameter is cast and gathered now. Args: see head."""
+    def _ready(self, equation: str, parameter: Any, axes: str, vmapped: bool) -> ReadyMap:
+        """The map x -> einsum(equation, x, parameter). Args: see head."""
         product = over_rows(float32_sums(equation)) if vmapped else float32_sums(equation)
         master = parameter[...]
         weight = jax.lax.stop_gradient(sharding.constrain(master.astype(self.config.compute_dtype), axes))
-        return lambda x: product(x, weight, master)
+        return ReadyMap(weight, master, product)
 
 
 def define(config: DecoderConfig) -> Definition[Decoder]:

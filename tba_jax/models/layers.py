@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -221,6 +222,18 @@ def over_rows(product: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         return y.reshape(size, x.shape[1], *y.shape[1:]), True
 
     return vmapped
+
+
+@flax.struct.dataclass
+class ReadyMap:
+    """x -> product(x, weight, master), see float32_sums."""
+
+    weight: jax.Array
+    master: jax.Array
+    product: Callable[..., jax.Array] = flax.struct.field(pytree_node=False)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.product(x, self.weight, self.master)
 
 
 class Norm(nnx.Module):

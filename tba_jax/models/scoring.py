@@ -14,7 +14,7 @@ from tba_jax import sharding
 from tba_jax.models import attention, parameters
 from tba_jax.models.attention import Prefix
 from tba_jax.models.config import DecoderConfig, ResponseSpace
-from tba_jax.models.decoder import Decoder
+from tba_jax.models.decoder import Decoder, Head
 from tba_jax.models.experts import Routing
 from tba_jax.models.layers import full_precision
 from tba_jax.models.parameters import Params
@@ -166,60 +166,85 @@ def token_logprobs(
     """
     B, R, _ = hidden.shape
     steps = max(1, min(R, logit_bytes // (4 * B * model.config.vocab)))
-    head = model.head(vmapped=True)
-    of_row = functools.partial(row_logprobs, head, space=space, steps=steps, used=used)
-    return jax.vmap(of_row)(
-        hidden, jnp.asarray(tokens), jnp.broadcast_to(jnp.arange(R), (B, R)) if position is None else position
-    )
+    kernel = jax.vmap(functools.partial(row_logprobs, space=space), in_axes=(None, 0, 0, 0))
+    position = jnp.broadcast_to(jnp.arange(R), (B, R)) if position is None else position
+    given = model.head(vmapped=True), hidden, jnp.asarray(tokens), position
+    return kernel(*given) if steps == R else _by_blocks(kernel, steps, *given, R if used is None else used)
 
 
 def row_logprobs(
-    head: Callable[[jax.Array], jax.Array],
-    hidden: jax.Array,
-    tokens: jax.Array,
-    position: jax.Array,
-    *,
-    space: ResponseSpace,
-    steps: int,
-    used: jax.Array | None = None,
+    head: Head, hidden: jax.Array, tokens: jax.Array, position: jax.Array, *, space: ResponseSpace
 ) -> tuple[jax.Array, jax.Array]:
-    """The log-prob kernel, of one row; to be vmapped over rows.
+    """The log-prob kernel, of some tokens of one row; to be vmapped over rows.
 
         z_t = head(h_t) / temperature over the response space
         log π(y_t | x, y_<t) = z_t[y_t] − log Σ_v exp z_t[v]
         entropy_t = −Σ_v π(v | x, y_<t) log π(v | x, y_<t)
 
-    The row is cut along time into blocks. One block's logits exist at a time; the backward pass computes them again.
-
-    Args:
-      head: of hidden states [t, D] to logits float32[t, V]; hidden: [R, D]; tokens, position: int32[R].
-      steps: of a block. used: see token_logprobs; the same for all rows.
+    Args: hidden: [t, D]; tokens, position: int32[t].
     """
-    (R,) = tokens.shape
+    return chosen_logprobs(restrict(head(hidden), position, space) / space.temperature, tokens)
 
-    def block(hidden: jax.Array, tokens: jax.Array, position: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return chosen_logprobs(restrict(head(hidden), position, space) / space.temperature, tokens)
 
-    if steps == R:
-        return block(hidden, tokens, position)
-    blocks = -(-R // steps)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _by_blocks(
+    kernel: Callable[..., tuple[jax.Array, jax.Array]],
+    steps: int,
+    head: Head,
+    hidden: jax.Array,
+    tokens: jax.Array,
+    position: jax.Array,
+    used: jax.Array | int,
+) -> tuple[jax.Array, jax.Array]:
+    """The kernel of all rows on `steps` times at a time, as far as `used` goes: one block's logits exist at once.
 
-    def cut(x: jax.Array) -> jax.Array:
-        """[R, ...] -> [blocks, steps, ...], padded with zeros."""
-        padded = jnp.pad(x, ((0, blocks * steps - R),) + ((0, 0),) * (x.ndim - 1))
-        return padded.reshape(blocks, steps, *x.shape[1:])
+    The backward pass computes them again. It has a loop of its own: JAX' derivative of a loop that may skip blocks would keep a
+    copy of the head's weight for each block.
+    """
+    (B, R), cut = tokens.shape, functools.partial(_cut, steps=steps)
+    blocks = cut(hidden), cut(tokens), cut(position)
 
-    def block_if_used(xs: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        begin, *of_block = xs
-        if used is None:
-            return jax.checkpoint(block)(*of_block)
-        nothing = jnp.zeros(steps, jnp.float32)
-        return jax.lax.cond(begin < used, jax.checkpoint(block), lambda *_: (nothing, nothing), *of_block)
+    def add(i: jax.Array, found: Any) -> Any:
+        of_block = kernel(head, *(x[i] for x in blocks))
+        return jax.tree.map(lambda x, block: x.at[i].set(block), found, of_block)
 
-    begins = jnp.arange(blocks) * steps
-    found = jax.lax.map(block_if_used, (begins, cut(hidden), cut(tokens), cut(position)))
-    logprobs, entropy = (x.reshape(-1)[:R] for x in found)
+    nothing = jnp.zeros(blocks[1].shape, jnp.float32)
+    found = jax.lax.fori_loop(0, -(-used // steps), add, (nothing, nothing))
+    logprobs, entropy = (x.swapaxes(0, 1).reshape(B, -1)[:, :R] for x in found)
     return logprobs, entropy
+
+
+def _blocks_forward(kernel: Any, steps: int, *given: Any) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, ...]]:
+    return _by_blocks(kernel, steps, *given), given
+
+
+def _blocks_backward(kernel: Any, steps: int, given: tuple[Any, ...], cotangents: tuple[jax.Array, jax.Array]) -> tuple[Any, ...]:
+    head, hidden, tokens, position, used = given
+    cut = functools.partial(_cut, steps=steps)
+    blocks, of_found = (cut(hidden), cut(tokens), cut(position)), tuple(map(cut, cotangents))
+
+    def add(i: jax.Array, sums: Any) -> Any:
+        of_hidden, of_masters = sums
+        block, *which = (x[i] for x in blocks)
+        _, pull_back = jax.vjp(lambda head, block: kernel(head, block, *which), head, block)
+        of_head, of_block = pull_back(tuple(x[i] for x in of_found))
+        return of_hidden.at[i].set(of_block), [x + each.master for x, each in zip(of_masters, of_head.maps, strict=True)]
+
+    nothing = jnp.zeros_like(blocks[0]), [jnp.zeros_like(each.master) for each in head.maps]
+    of_hidden, of_masters = jax.lax.fori_loop(0, -(-used // steps), add, nothing)
+    of_hidden = of_hidden.swapaxes(0, 1).reshape(len(hidden), -1, hidden.shape[-1])[:, : hidden.shape[1]]
+    maps = (each.replace(weight=None, master=of) for each, of in zip(head.maps, of_masters, strict=True))
+    return head.replace(maps=tuple(maps), quant_scale=None), of_hidden, None, None, None
+
+
+_by_blocks.defvjp(_blocks_forward, _blocks_backward)
+
+
+def _cut(x: jax.Array, *, steps: int) -> jax.Array:
+    """[B, R, ...] -> [blocks, B, steps, ...], padded with zeros."""
+    B, R, *rest = x.shape
+    padded = jnp.pad(x, ((0, 0), (0, -R % steps), *((0, 0) for _ in rest)))
+    return padded.reshape(B, -1, steps, *rest).swapaxes(0, 1)
 
 
 @jax.custom_vjp

@@ -97,6 +97,26 @@ def test_logits_are_never_there_all_at_once():
     assert program.memory_analysis().temp_size_in_bytes < B * R * V * 4 / 5
 
 
+def test_blocks_that_are_not_used_are_skipped_and_none_keeps_the_head():
+    B, R, D, V, used = 2, 64, 48, 5_000, 37
+    config = DecoderConfig(layers=1, width=D, heads=1, kv_heads=1, head_size=D, ffn=D, vocab=V, max_positions=R)
+    rng = np.random.default_rng(0)
+    weight, hidden = (rng.standard_normal(shape).astype(np.float32) for shape in ((V, D), (B, R, D)))
+    tokens, counted = rng.integers(0, V, (B, R)).astype(np.int32), np.arange(R) < used
+
+    def loss(weight, hidden, used, steps):
+        settings = dict(config=config, space=EVERYTHING, logit_bytes=4 * B * V * steps)
+        logprobs, entropy = applied.token_logprobs(applied.with_table(weight, config), hidden, tokens, used=used, **settings)
+        return jnp.sum(jnp.where(counted, jnp.sin(logprobs), 0.0)), jnp.where(counted, entropy, 0.0)
+
+    value = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True), static_argnums=3)
+    blocks, whole = (value(weight, hidden, used, steps) for steps in (4, R))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4, rtol=1e-4), blocks, whole)
+    # 16 blocks; the weight is there as it is, cast, and as its gradient.
+    program = value.lower(weight, hidden, used, 4).compile()
+    assert program.memory_analysis().temp_size_in_bytes < 4 * weight.nbytes
+
+
 @pytest.mark.parametrize(
     "name, kernel",
     [("parallel residual, partial rotary", "xla"), ("norms after", "xla"), ("local and global layers", "splash")],
