@@ -73,7 +73,7 @@ class Run(NamedTuple):
         settings = {
             **MODEL,
             "seed": self.start + 100 * (self.engine == "again"),
-            "learner.steps": 150,
+            "learner.steps": 100,
             "learner.schedule": "constant",
             "learner.clip_norm": 0.0,
             "searchers.count": 1,
