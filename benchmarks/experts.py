@@ -4,8 +4,8 @@
 
 32 experts of width 256 in each of six layers of width 384, of which a token goes through four; the dense model's feed-forward is
 1,024 wide. An update has 32 rows of 128 tokens, a generation 64 rows of 64. The update is also made with the experts' products as
-TPUs compute them (jax.lax.ragged_dot), and with a loop in which every expert computes all tokens. Repeats are interleaved; times
-are medians, with the least and the largest.
+TPUs compute them (jax.lax.ragged_dot, and an interpreted kernel for the gradient by weights), and with a loop in which every
+expert computes all tokens. Repeats are interleaved; times are medians, with the least and the largest.
 """
 
 import dataclasses

@@ -20,6 +20,9 @@ from tba_jax import sharding
 from tba_jax.models.config import STD, DecoderConfig
 from tba_jax.models.layers import ACTIVATIONS, Einsum, ScalarHead
 
+# Tiles of `tgmm`: taller ones mostly mix experts (of 512 tokens in qwen3-30b-a3b); float32 tiles 4 KiB wide exceed v5p's VMEM.
+_TILE_ROWS, _TILE_BYTES = 256, 2048
+
 
 @flax.struct.dataclass
 class Routing:
@@ -102,15 +105,15 @@ def _here(
 ) -> jax.Array:
     """What the experts of one device add to its tokens, [1, t, D].
 
-    The tokens of an expert lie in consecutive places: on TPUs one behind the other, elsewhere in whole blocks, the last of which
-    may have empty places.
+    The tokens of an expert lie in consecutive places: on TPUs one behind the other, with empty places after the last expert's;
+    elsewhere in whole blocks, the last of which may have empty places.
 
     Args: x: [t, D]; weights, experts: float32 and int32[t, k]; own: int32[e], the numbers of the device's experts, in turn; gate,
     up: [e, D, f]; down: [e, f, D]; scales: of int8 weights, float32[e, f], [e, f] and [e, D]; of_all: experts of all devices.
     """
     (t, k), e = experts.shape, len(own)
     block = 1 if on_tpu else _block(t * k / of_all)
-    places = t * k if block == 1 else (t * k // block + e) * block
+    places = _whole_tiles(t * k) if on_tpu else (t * k // block + e) * block
     number = experts.reshape(-1) - own[0]
     number = jnp.where((number >= 0) & (number < e), number, e)  # tokens of other devices' experts come last, and have no place
     order = jnp.argsort(number)
@@ -125,7 +128,7 @@ def _here(
 
     def product(x: jax.Array, of_experts: jax.Array, number: int) -> jax.Array:
         if on_tpu:
-            y = jax.lax.ragged_dot(x, of_experts, sizes)
+            y = _by_row(x, of_experts, sizes, sharding.platform() != "tpu")
         else:
             y = _by_block(x.reshape(-1, block, x.shape[1]), of_experts, expert_of, jnp.sum(blocks)).reshape(places, -1)
         return (y.astype(jnp.float32) * scales[number][expert_of.repeat(block)]).astype(y.dtype) if scales else y
@@ -160,7 +163,11 @@ def _by_block(x: jax.Array, weight: jax.Array, expert_of: jax.Array, used: jax.A
 def _exact(x: jax.Array, y: jax.Array) -> jax.Array:
     """x · y with float32 sums, and exact products of float32."""
     # The backward pass is traced outside of layers.full_precision.
-    return jnp.matmul(x, y, precision="highest" if x.dtype == jnp.float32 else None, preferred_element_type=jnp.float32)
+    return jnp.matmul(x, y, precision=_precision(x), preferred_element_type=jnp.float32)
+
+
+def _precision(x: jax.Array) -> str | None:
+    return "highest" if x.dtype == jnp.float32 else None
 
 
 def _forward(*args: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
@@ -179,3 +186,46 @@ def _backward(kept: tuple[jax.Array, ...], cotangent: jax.Array) -> tuple[jax.Ar
 
 
 _by_block.defvjp(_forward, _backward)
+
+
+def _whole_tiles(rows: int) -> int:
+    """`rows` rounded up to whole tiles of `tgmm`. Padding in the backward pass would copy both arguments of the kernel."""
+    tile = _TILE_ROWS if rows > _TILE_ROWS else 16
+    return -(-rows // tile) * tile
+
+
+def _tile(size: int, most: int) -> int:
+    """Columns of a tile, in whole registers of 128, where the fewest tiles of at most `most` columns hold `size` columns."""
+    return min(size, -(-size // (-(-size // most) * 128)) * 128)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _by_row(x: jax.Array, weight: jax.Array, sizes: jax.Array, interpret: bool) -> jax.Array:
+    """[m, b]: y_r = x_r · weight[expert of r], for TPUs. Rows of y after those of the last expert are undefined, and those of x
+    do not count.
+
+    Args: x: [m, a], m as of `_whole_tiles`; weight: [e, a, b]; sizes: int32[e], rows of each expert in turn; interpret: whether
+    other operations compute the kernel of the gradient, on devices without it.
+    """
+    return jax.lax.ragged_dot(x, weight, sizes, precision=_precision(x))
+
+
+def _forward_by_row(x: jax.Array, weight: jax.Array, sizes: jax.Array, interpret: bool) -> tuple[jax.Array, Any]:
+    return _by_row(x, weight, sizes, interpret), (x, weight, sizes)
+
+
+def _backward_by_row(interpret: bool, kept: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    """The TPU's compiler would expand JAX's own gradient by the weights to [e, m, a], all rows for each expert."""
+    # Imports Pallas, which processes without TPUs can do without.
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
+
+    x, weight, sizes = kept
+    of_x = _by_row(cotangent, weight.swapaxes(1, 2), sizes, interpret)
+    most = _TILE_BYTES // weight.dtype.itemsize
+    tiling = (min(len(x), _TILE_ROWS), _tile(x.shape[1], most), _tile(cotangent.shape[1], most))
+    with jax.default_matmul_precision(_precision(x)):  # tgmm sums in float32, and writes 0 for experts without rows
+        of_weight = tgmm(x.T, cotangent, sizes, weight.dtype, tiling, interpret=interpret)
+    return of_x, of_weight, None
+
+
+_by_row.defvjp(_forward_by_row, _backward_by_row)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib.util
+import re
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,15 @@ from tests.support.tiny_decoders import CONFIGS, GROUPED, logits_of_whole, rando
 MOE = CONFIGS["experts"]
 LAYER = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), random_params(MOE)["layers"]["feed_forward"])
 X = np.random.default_rng(1).normal(size=(37, MOE.width)).astype(np.float32)
+TWO = LAYER | {"router": {"weight": jnp.zeros_like(LAYER["router"]["weight"]).at[:, :2].set(jnp.array([2.0, 1.0]))}}
+
+HERE = experts._here
+on_tpu = pytest.mark.parametrize("on_tpu", [False, True], ids=["elsewhere", "on TPUs"])
+
+
+def force(monkeypatch, on_tpu: bool) -> None:
+    """Layers that are traced from now on compute their products as TPUs do, or as other platforms do."""
+    monkeypatch.setattr(experts, "_here", lambda *given, **how: HERE(*given, **how | {"on_tpu": on_tpu}))
 
 
 def layer(config: DecoderConfig = MOE, params: dict = LAYER, weights: str = "full") -> experts.Experts:
@@ -46,11 +56,10 @@ def in_numpy(x: np.ndarray, params: dict = LAYER, config: DecoderConfig = MOE) -
     return y, goes, probabilities
 
 
-@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+@on_tpu
 @pytest.mark.parametrize("norm_top_k", [True, False])
-def test_tokens_go_through_their_experts(monkeypatch, platform, norm_top_k):
-    """The form of other platforms computes on CPUs, too."""
-    monkeypatch.setattr(sharding, "platform", lambda: platform)
+def test_tokens_go_through_their_experts(monkeypatch, on_tpu, norm_top_k):
+    force(monkeypatch, on_tpu)
     config, counted = dataclasses.replace(MOE, norm_top_k=norm_top_k), np.arange(len(X)) % 3 > 0
     found, routing = layer(config)(jnp.asarray(X), jnp.asarray(counted))
     y, goes, probabilities = in_numpy(X, config=config)
@@ -61,37 +70,82 @@ def test_tokens_go_through_their_experts(monkeypatch, platform, norm_top_k):
     assert routing.counted == counted.sum()
 
 
-def test_all_tokens_may_go_through_the_same_experts():
+@on_tpu
+def test_all_tokens_may_go_through_the_same_experts(monkeypatch, on_tpu):
     """None is dropped, and an expert without tokens has no gradient."""
-    router = jnp.zeros_like(LAYER["router"]["weight"]).at[:, :2].set(jnp.array([2.0, 1.0]))
-    params = LAYER | {"router": {"weight": router}}
+    force(monkeypatch, on_tpu)
     x = np.abs(X)
 
     def loss(params: dict) -> jax.Array:
         return jnp.sum(layer(params=params)(jnp.asarray(x))[0] ** 2)
 
-    np.testing.assert_allclose(layer(params=params)(jnp.asarray(x))[0], in_numpy(x, params)[0], atol=1e-4)
-    gradient = jax.grad(loss)(params)["gate"]["weight"]
-    assert np.abs(gradient[:2]).max(axis=(1, 2)).min() > 0 and not gradient[2:].any()
+    np.testing.assert_allclose(layer(params=TWO)(jnp.asarray(x))[0], in_numpy(x, TWO)[0], atol=1e-4)
+    gradients = jax.grad(loss)(TWO)
+    for gradient in (gradients[name]["weight"] for name in ("gate", "up", "down")):
+        assert np.abs(gradient[:2]).max(axis=(1, 2)).min() > 0 and not gradient[2:].any()
 
 
 @pytest.mark.parametrize("tokens", [1, 37, 700])  # blocks of 8 and of 128 places
-def test_both_forms_of_the_products_have_the_same_gradients(monkeypatch, tokens):
-    x = jnp.asarray(np.random.default_rng(2).normal(size=(tokens, MOE.width)), jnp.float32)
+@pytest.mark.parametrize("params", [LAYER, TWO], ids=["all experts", "two experts"])
+def test_both_forms_of_the_products_have_the_same_gradients(monkeypatch, params, tokens):
+    x = jnp.abs(jnp.asarray(np.random.default_rng(2).normal(size=(tokens, MOE.width)), jnp.float32))
 
-    def gradients(platform: str) -> dict:
-        monkeypatch.setattr(sharding, "platform", lambda: platform)
-        return jax.jit(jax.grad(lambda params, x: jnp.sum(jnp.sin(layer(params=params)(x)[0])), argnums=(0, 1)))(LAYER, x)
+    def gradients(on_tpu: bool) -> tuple[dict, jax.Array]:
+        force(monkeypatch, on_tpu)
+        return jax.jit(jax.grad(lambda params, x: jnp.sum(jnp.sin(layer(params=params)(x)[0])), argnums=(0, 1)))(params, x)
 
-    found, expected = gradients("cpu"), gradients("gpu")
+    found, expected = gradients(True), gradients(False)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max()), found, expected)
 
 
+SIZES = {
+    "some without rows": [0, 30, 0, 7, 0],
+    "one has all": [0, 0, 40, 0, 0],
+    "none has any": [0, 0, 0, 0, 0],
+    "several tiles": [0, 256, 300, 0, 100],
+}
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_products_of_tpus_against_a_loop(sizes, dtype):
+    """No row after those of the last expert counts, whatever it holds."""
+    rng, used = np.random.default_rng(4), sum(sizes)
+    rows = experts._whole_tiles(max(used, 40) + 3)
+    x, weight, cotangent = (rng.normal(size=size).astype(dtype) for size in ((rows, 24), (5, 24, 200), (rows, 200)))
+    x[used:] = cotangent[used:] = np.nan
+    y, pull = jax.vjp(lambda x, weight: experts._by_row(x, weight, jnp.array(sizes, jnp.int32), True), x, weight)
+    of_x, of_weight = pull(jnp.asarray(cotangent))
+    assert {each.dtype for each in (y, of_x, of_weight)} == {jnp.dtype(dtype)}
+    first, close = 0, functools.partial(np.testing.assert_allclose, rtol=1e-5 if dtype == "float32" else 0.01)
+    for i, size in enumerate(sizes):
+        here = slice(first, first := first + size)
+        mine, its, pulled = (each.astype(np.float64) for each in (x[here], weight[i], cotangent[here]))
+        for found, expected in ((y[here], mine @ its), (of_x[here], pulled @ its.T), (of_weight[i], mine.T @ pulled)):
+            close(np.asarray(found, np.float64), expected, atol=1e-5 if dtype == "float32" else 0.01)
+    assert not np.asarray(of_weight)[np.array(sizes) == 0].any()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_products_of_tpus_are_exact_in_float32(dtype):
+    """The kernel's product, too, and in the backward pass, which is traced outside of layers.full_precision."""
+    shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape in ((48, 24), (5, 24, 200), (48, 200))]
+
+    def gradients(x, weight, cotangent):
+        return jax.vjp(lambda x, weight: experts._by_row(x, weight, jnp.full(5, 9), True), x, weight)[1](cotangent)
+
+    program = str(jax.make_jaxpr(gradients)(*shapes))
+    products = program.count("dot_general[")
+    assert products == 3 and program.count("Precision.HIGHEST, Precision.HIGHEST") == (products if dtype == "float32" else 0)
+
+
+@on_tpu
 @pytest.mark.parametrize("sizes", [(8, 1, 1), (1, 4, 2), (2, 2, 2)], ids=str)
-def test_meshes_give_the_loss_and_gradients_of_one_device(sizes):
+def test_meshes_give_the_loss_and_gradients_of_one_device(monkeypatch, sizes, on_tpu):
     params, rows = random_params(MOE), random_rows(16, 5, 7, 40)
     settings = dict(logit_bytes=3 * BYTES_PER_STEP, remat="full", config=MOE)
     expected = score_and_gradient(params, rows, **settings)
+    force(monkeypatch, on_tpu)
     mesh = sharding.make_mesh(sizes, setting="learner.mesh")
     with jax.set_mesh(mesh):
         sharded = jax.device_put(params, applied.shardings(MOE, mesh))
@@ -122,8 +176,13 @@ def test_the_compiler_of_tpus_takes_experts_and_moves_no_tokens():
     params = parameters.sharded_shapes(applied.specs(config), mesh, dtype="float32")
     tokens = jax.ShapeDtypeStruct((8, 256), jnp.int32, sharding=sharding.rows_sharding(mesh))
     lowered = sharding.on_mesh(mesh, jax.jit(jax.grad(loss))).lower(params, tokens)
-    assert "ragged_dot" in lowered.as_text()
-    assert "all-to-all(" not in lowered.compile().as_text()
+    assert all(product in lowered.as_text() for product in ("ragged_dot", "tpu_custom_call"))
+    program = lowered.compile().as_text()
+    assert "all-to-all(" not in program
+    experts_here, rows = config.experts // 2, 8 * 256 // 2 * config.experts_per_token
+    arrays = {tuple(map(int, shape.split(","))) for shape in re.findall(r"\w\[(\d+(?:,\d+)+)\]", program)}
+    assert (rows, 128) in arrays and (experts_here, 256, 128) in arrays
+    assert not [shape for shape in arrays if {experts_here, rows} <= set(shape)]  # no expert computes the rows of all
 
 
 def test_a_mesh_that_does_not_divide_the_experts_is_named():
@@ -170,9 +229,9 @@ def test_the_router_computes_in_float32_in_bfloat16_models():
     ).any()
 
 
-@pytest.mark.parametrize("platform", ["cpu", "tpu"])
-def test_int8_rounds_the_weights_of_each_expert_by_output(monkeypatch, platform):
-    monkeypatch.setattr(sharding, "platform", lambda: platform)
+@on_tpu
+def test_int8_rounds_the_weights_of_each_expert_by_output(monkeypatch, on_tpu):
+    force(monkeypatch, on_tpu)
     made = layer()
     for each in (made.gate, made.up, made.down):
         each.quantize()
