@@ -45,8 +45,8 @@ _ROBERTA_BASE = {
 @dataclasses.dataclass(frozen=True)
 class Row:
     """recipe: as after configs/ in --config; topology: as after --topology; preset: of the policy; task_models: setting -> the
-    preset that has the shape of this model of the task; settings: that the command line changes; with_model: what the table
-    adds to the recipe, where its model is another one."""
+    preset that has the shape of this model of the task; settings: that the command line changes; with_model: the model's name
+    in the table, where it is not the recipe's."""
 
     recipe: str
     topology: str

@@ -4,11 +4,13 @@
 
 The policy has 8 experts in each layer, of which a token goes through 2, and the learner computes in float32. The one searcher, a
 process of its own, computes in float32 as well, or in bfloat16, or samples from int8 weights. Its log-probs are those of the
-behaviour; nothing replays its routing or corrects for it. The reference scores rows in the trainer. Each warm start has one run
-of each arm and engine; `again` is float32 with another seed, so it shows what chance does. All arms have one learning rate.
+behaviour; nothing replays its routing or corrects for it. The reference scores rows in the trainer. The searcher waits while the
+rows of two updates have not been drawn, so that engines differ in their speed and not in what the trainer sees. Each warm start
+has one run of each arm and engine; `again` is float32 with another seed, so it shows what chance does. All arms have one learning
+rate.
 
-Snapshots are evaluated afterwards, in float32. The second table compares experts on worked examples of the demo's sums, which
-the warm start has not seen: the share of tokens and layers where an engine chooses another set of experts than the learner
+Snapshots are evaluated afterwards, in float32. The second table compares experts on worked examples of the demo's sums, drawn by
+another seed than the warm start's: the share of tokens and layers where an engine chooses another set of experts than the learner
 would, and of tokens where it does in any layer; of the warm starts, and of the last policies of the first arm on float32 rows.
 Finished runs are kept, so the command resumes where it was stopped. It writes workdir/routing.json and workdir/routing.png.
 """
@@ -18,7 +20,7 @@ import dataclasses
 import json
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,10 +34,12 @@ from tba_jax import sharding
 from tba_jax.experiment import stored_run
 from tba_jax.models import kv_cache, parameters
 from tba_jax.roles.sampler import Scoring, load_reference
+from tba_jax.run import processes
 from tba_jax.storage import layout
 from tba_jax.storage.published import Published
 from tba_jax.supervised.tuning import encode_examples
 from tba_jax.tasks.arithmetic import Arithmetic
+from tba_jax.telemetry import metrics
 
 # Settings of the learner. TBA′ without ratios has the gradient of trajectory balance, up to a factor that Adam does not see.
 ARMS: dict[str, dict[str, Any]] = {
@@ -55,7 +59,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for the runs.", required=True)
 _ARMS = flags.DEFINE_list("arms", [*ARMS], f"Of {', '.join(ARMS)}.")
-_ENGINES = flags.DEFINE_list("engines", [*ENGINES], f"Of {', '.join(ENGINES)}.")
+_ENGINES = flags.DEFINE_list("engines", [*ENGINES], f"Of {', '.join(ENGINES)}; float32 is among them.")
 _STARTS = flags.DEFINE_integer("starts", 3, "Warm starts, of the seeds 1, 2 …", lower_bound=1)
 
 RECIPE = "configs/demo.py"
@@ -78,6 +82,9 @@ class Run(NamedTuple):
             "learner.clip_norm": 0.0,
             "searchers.count": 1,
             "searchers.slots": 192,
+            # A searcher that is slower or faster makes neither older rows nor more of them.
+            "searchers.max_updates_ahead": 2,
+            "replay.recent_fill": "wait",
             "evaluation.enabled": False,
             "evaluation.every_steps": 50,
             "evaluation.batch_size": 128,
@@ -91,21 +98,33 @@ def make(root: Path, run: Run, cores: Sequence[int]) -> None:
     """A trainer and a searcher, each with its own settings, on these cores."""
     job, begun, ended = run.job(root), time.monotonic(), threading.Event()
     side_by_side.prepare(job)
-    where: dict[str, Any] = dict(cores=cores, env=job.environment)
-    words = ["tba_jax.main", f"--config={RECIPE}", f"--workdir={job.workdir}"]
+    where: dict[str, Any] = dict(cores=cores, env=job.environment, fine=(processes.NOT_FINITE,))
+    words, config = ["tba_jax.main", f"--config={RECIPE}", f"--workdir={job.workdir}"], layout.RunDir(job.workdir).config
 
-    def role(name: str, own: dict[str, Any], until: threading.Event) -> None:
+    def role(name: str, own: dict[str, Any], until: Callable[[], bool]) -> int:
         output = Path(f"{job.workdir}.{name}.out")
-        side_by_side.call([*words, f"--role={name}"], {**job.settings, **own}, output, until=until.is_set, **where)
+        return side_by_side.call([*words, f"--role={name}"], {**job.settings, **own}, output, until=until, **where)
+
+    def search() -> None:
+        # A searcher takes over the schedule that it finds, and with it the seed: the trainer writes that of the run.
+        while not ended.is_set() and layout.read_json(config)["config"]["seed"] != job.settings["seed"]:
+            time.sleep(0.1)
+        role("searcher", ENGINES[run.engine], ended.is_set)
 
     with concurrent.futures.ThreadPoolExecutor(1) as beside:
-        searcher = beside.submit(role, "searcher", ENGINES[run.engine], ended)
+        searcher = beside.submit(search)
         try:
-            role("trainer", {}, threading.Event())
+            code = role("trainer", {}, lambda: searcher.done() and searcher.exception() is not None)
         finally:
             ended.set()
         searcher.result()
-    print(f"{run.start} {job.name}: {time.monotonic() - begun:.0f} s", flush=True)
+    if code:
+        job.stopped.write_text(f"{code}\n")
+    print(f"start {run.start} {job.name}: {time.monotonic() - begun:.0f} s", flush=True)
+
+
+def staleness(workdir: Path) -> float:
+    return float(np.mean([line["staleness_mean"] for line in metrics.each_line(layout.RunDir(workdir).metrics("trainer"))]))
 
 
 def chosen(policy: Any, params: Any, tokens: jax.Array, weights: str) -> jax.Array:
@@ -163,16 +182,23 @@ def main(argv: Sequence[str]) -> None:
     side_by_side.evaluate_afterwards([run.job(root) for run in runs])
     curves = {run: summary.curve(run.job(root).workdir) for run in runs}
     steps = list(curves[runs[0]])
-    summary.table("objective", "searcher", *(f"accuracy at {step}" for step in steps), "less that of float32")
+    summary.table("objective", "searcher", "staleness", *(f"accuracy at {step}" for step in steps), "less that of float32")
     for arm in _ARMS.value:
         for engine in _ENGINES.value:
             of = [curves[Run(arm, engine, start)] for start in starts]
             own = [curves.get(Run(arm, "float32", start), {}).get(steps[-1], np.nan) for start in starts]
             apart = [curve[steps[-1]] - other for curve, other in zip(of, own, strict=True)]
-            summary.row(arm, engine, *(summary.spread([curve[step] for curve in of]) for step in steps), summary.spread(apart))
+            ages = [staleness(Run(arm, engine, start).job(root).workdir) for start in starts]
+            summary.row(
+                arm,
+                engine,
+                summary.spread(ages, ".1f"),
+                *(summary.spread([curve[step] for curve in of]) for step in steps),
+                summary.spread(apart),
+            )
     print()
     summary.table("policy", "searcher", "tokens and layers with other experts, %", "tokens, %")
-    first = [Run(_ARMS.value[0], _ENGINES.value[0], start).job(root).workdir for start in starts]
+    first = [Run(_ARMS.value[0], "float32", start).job(root).workdir for start in starts]
     differ = {title: [differing(of, step) for of in first] for title, step in (("warm start", None), ("last", int(steps[-1])))}
     for title, shares in differ.items():
         for engine in shares[0]:

@@ -18,9 +18,7 @@ beside it, and nothing is subtracted there.
 
 The learning rate of an arm is one of RATES: that of the best mean score over the evaluated snapshots of one run of the same
 updates, without latency, by a seed of its own. The held-out queries are those of the results, a bias that is alike for all arms.
-It prints for each regime and arm the updates to the threshold, linear between snapshots, the seconds from the first update until
-then, the seconds per update, a quotient of the two (over all updates, where a run never gets there), and
-
+It prints for each regime and arm the updates to the threshold, linear between snapshots, the seconds from the first update XX
     speed-up = (seconds per update in turn / asynchronous) × (updates to the threshold in turn / asynchronous)
 
 with mean and standard deviation of each factor over warm starts × seeds, paired by both. Runs that are done are not made again.
@@ -128,8 +126,9 @@ def job(root: Path, arm: str, latency: float, start: int, seed: int, rate: float
 
 
 def measured(made: side_by_side.Job, *, in_turn: bool) -> dict[str, Any]:
-    """curve: step -> held-out greedy accuracy; updates, seconds: to the threshold; step_seconds: seconds / updates, of all of
-    them where the run never gets there. Raises ValueError: it is there at step 0."""
+    """curve: step -> held-out greedy accuracy; step_seconds: of an update, the mean of the second half of the run, in which
+    little is compiled; updates, seconds, rows: to the threshold. Rows are all that were rewarded until then, or by the end
+    where the run never gets there. Raises ValueError: it is there at step 0."""
     run, curve = layout.RunDir(made.workdir), summary.curve(made.workdir)
     if curve[0] >= _THRESHOLD.value:
         told = f"{made.workdir} begins with an accuracy of {curve[0]:g}, which reaches --threshold={_THRESHOLD.value:g}"
@@ -138,11 +137,11 @@ def measured(made: side_by_side.Job, *, in_turn: bool) -> dict[str, Any]:
     steps, times = [line["step"] for line in lines], [line["time"] for line in lines]
     share = sum(lines[-1].get(name, 0.0) for name in ("time_publish", "time_other"))
     written = share / lines[-1]["steps_per_second"] if in_turn else 0.0
-    updates = summary.crossing(curve, _THRESHOLD.value)
-    last = min(updates, steps[-1])
-    step_seconds = float(np.interp(last, steps, times) - times[0] - written * (last - steps[0])) / last
+    updates, half = summary.crossing(curve, _THRESHOLD.value), len(steps) // 2
+    step_seconds = (times[-1] - times[half]) / (steps[-1] - steps[half]) - written
     staleness = float(np.mean([line["staleness_mean"] for line in lines]))
-    found = {"curve": curve, "step_seconds": step_seconds, "written": written, "staleness": staleness}
+    rows = float(np.interp(min(updates, steps[-1]), steps, [line["rows_seen"] for line in lines]))
+    found = {"curve": curve, "step_seconds": step_seconds, "written": written, "staleness": staleness, "rows": rows}
     return found | {"updates": updates, "seconds": updates * step_seconds, "not_finite": made.not_finite}
 
 
@@ -154,7 +153,7 @@ def ratios(slow: Sequence[Mapping[str, Any]], fast: Sequence[Mapping[str, Any]],
 
 def tell(found: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]], rates: Mapping[str, float]) -> None:
     """Prints the table of arms, that of speed-ups, and that of what seeds alone do."""
-    columns = {"step_seconds": ".3f", "written": ".3f", "staleness": ".1f", "updates": ".0f", "seconds": ".0f"}
+    columns = {"step_seconds": ".3f", "written": ".3f", "staleness": ".1f", "updates": ".0f", "seconds": ".1f", "rows": ",.0f"}
     summary.table(
         "rewards take", "arm", "learning rate", "seconds an update", *[*columns][1:], "accuracy first", "last", "not finite"
     )

@@ -161,8 +161,8 @@ c.model.heads = setting(4, at_least=1)
 c.model.kv_heads = setting(4, at_least=1)
 c.model.head_size = setting(32, at_least=1)
 c.model.ffn = setting(384, at_least=1)
-c.model.experts = setting(0, at_least=0)  # of each layer, each ffn wide, as in Qwen3-MoE; 0: a layer has one feed-forward
-c.model.experts_per_token = setting(0, at_least=0)  # those that a token goes through
+c.model.experts = setting(0, at_least=0)  # experts of a layer, each ffn wide, as in Qwen3-MoE; 0: one feed-forward
+c.model.experts_per_token = setting(0, at_least=0)  # experts that a token goes through
 c.model.tied_embedding = True
 # Master weights and sums of log-probs are always float32. A GPU without bfloat16 computes in float32 instead and says so.
 c.model.compute_dtype = setting("float32", one_of=("float32", "bfloat16"))

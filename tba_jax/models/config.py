@@ -102,10 +102,11 @@ class DecoderConfig:
             raise ValueError(f"rotary_size={self.rotary_size} must be even and at most head_size={self.head_size}")
         if set(self.layer_pattern) - set("gl") or ("l" in self.layer_pattern) != (self.window > 0):
             raise ValueError(f"layer_pattern={self.layer_pattern!r} does not go with window={self.window}: local layers need one")
-        if self.experts and not (1 < self.experts <= 4096 and 0 < self.experts_per_token <= self.experts):
+        among = 1 < self.experts <= 4096 and 0 < self.experts_per_token <= self.experts
+        if (self.experts or self.experts_per_token) and not among:
             raise ValueError(
-                f"experts={self.experts} must be 2 to 4096, of which a token goes through 1 to {self.experts}, "
-                f"not experts_per_token={self.experts_per_token}"
+                f"model.experts={self.experts} must be 2 to 4096, of which a token goes through 1 to {self.experts}, "
+                f"not model.experts_per_token={self.experts_per_token}"
             )
         if self.experts and (self.ffn_bias or not self.gated):
             raise ValueError(f"experts={self.experts} have a gate and no bias, not gated={self.gated}, ffn_bias={self.ffn_bias}")

@@ -195,7 +195,7 @@ class Decoder(nnx.Module):
         if self.lm_head is None:
             return Head((self._ready("tD,VD->tV", self.embedding.weight, self.embedding.axes, vmapped),))
         head: Any = self.lm_head
-        maps = (self._ready(head.equation, head.weight, head.axes, vmapped),)
+        maps: tuple[ReadyMap, ...] = (self._ready(head.equation, head.weight, head.axes, vmapped),)
         if head.lora_a is not None:
             into, out_of = head.adapter_equations()
             maps += (self._ready(into, head.lora_a, "Dr", vmapped), self._ready(out_of, head.lora_b, "rV", vmapped))

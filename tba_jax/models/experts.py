@@ -20,7 +20,8 @@ from tba_jax import sharding
 from tba_jax.models.config import STD, DecoderConfig
 from tba_jax.models.layers import ACTIVATIONS, Einsum, ScalarHead
 
-# Tiles of `tgmm`: taller ones mostly mix experts (of 512 tokens in qwen3-30b-a3b); float32 tiles 4 KiB wide exceed v5p's VMEM.
+# Tiles of `tgmm`. An expert of qwen3-30b-a3b has about 512 rows of a batch: taller tiles would mix experts. Wider ones exceed the
+# VMEM of a v5p in float32.
 _TILE_ROWS, _TILE_BYTES = 256, 2048
 
 
@@ -205,7 +206,7 @@ def _by_row(x: jax.Array, weight: jax.Array, sizes: jax.Array, interpret: bool) 
     do not count.
 
     Args: x: [m, a], m as of `_whole_tiles`; weight: [e, a, b]; sizes: int32[e], rows of each expert in turn; interpret: whether
-    other operations compute the kernel of the gradient, on devices without it.
+    other operations compute the kernel of the gradient, on devices that cannot run it.
     """
     return jax.lax.ragged_dot(x, weight, sizes, precision=_precision(x))
 

@@ -194,9 +194,9 @@ def test_a_mesh_that_does_not_divide_the_experts_is_named():
 @pytest.mark.parametrize(
     "changes, sentence",
     [
-        (dict(experts_per_token=7), "experts=6 must be 2 to 4096, .* 1 to 6, not experts_per_token=7"),
-        (dict(experts_per_token=0), "not experts_per_token=0"),
-        (dict(experts=1, experts_per_token=1), "experts=1 must be 2 to 4096"),
+        (dict(experts_per_token=7), r"model\.experts=6 must be 2 to 4096, .* 1 to 6, not model\.experts_per_token=7"),
+        (dict(experts_per_token=0), r"not model\.experts_per_token=0"),
+        (dict(experts=1, experts_per_token=1), r"model\.experts=1 must be 2 to 4096"),
         (dict(gated=False), "experts=6 have a gate and no bias, not gated=False"),
     ],
     ids=str,
