@@ -80,7 +80,7 @@ def test_every_key_is_checked(tmp_path, name):
         ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\] is not supported; .* computes mlp_only_layers=\[\] only"),
         ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window=True is not supported"),
         ("qwen3_moe", {"num_experts": 3_000_000}, "experts=3000000 must be 2 to 4096"),
-        ("qwen3_moe", {"num_experts_per_tok": 7}, "experts=6 .* 1 to 6, not experts_per_token=7"),
+        ("qwen3_moe", {"num_experts_per_tok": 7}, "experts=6 .* 1 to 6, not model.experts_per_token=7"),
         ("gpt_neox_reward", {"id2label": ["a"]}, r"id2label=\['a'\] must be an object"),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
