@@ -3,8 +3,7 @@
     python -m benchmarks.experts [--repeats=5]
 
 32 experts of width 256 in each of six layers of width 384, of which a token goes through four; the dense model's feed-forward is
-1,024 wide. An update has 32 rows of 128 tokens, a generation 64 rows of 64. The update is also made with the experts' products as
-TPUs compute them (jax.lax.ragged_dot, and an interpreted kernel for the gradient by weights), and with a loop in which every
+1,024 wide. An update has 32 rows of 128 tokens, a generation 64 rows of 64. The update is also made with a loop in which every
 expert computes all tokens. Repeats are interleaved; times are medians, with the least and the largest.
 """
 
@@ -22,8 +21,6 @@ from absl import app, flags
 from benchmarks import decode, pieces, summary
 from tba_jax.models import experts
 from tba_jax.models.config import QWEN3_MOE
-
-_REPEATS = flags.DEFINE_integer("repeats", 5, "Of each time.", lower_bound=1)
 
 EXPERTS, CHOSEN, WIDTH, VOCAB = 32, 4, 256, 4096
 MOE: dict[str, Any] = {"experts": EXPERTS, "experts_per_token": CHOSEN, "ffn": WIDTH}
@@ -45,10 +42,6 @@ def _loop(
     return jax.lax.scan(add, jnp.zeros_like(x), (own, *maps))[0][None]
 
 
-def _ragged(here: Here, *given: jax.Array, **how: Any) -> jax.Array:
-    return here(*given, **how | {"on_tpu": True})
-
-
 def _timed(form: Here, make: Callable[[], pieces.Piece]) -> Callable[[], float]:
     """A call that returns seconds. Args: form: of the experts' products, whenever the piece is traced."""
     with mock.patch.object(experts, "_here", form):
@@ -63,11 +56,11 @@ def _timed(form: Here, make: Callable[[], pieces.Piece]) -> Callable[[], float]:
 
 def main(argv: Sequence[str]) -> None:
     del argv
+    repeats = flags.FLAGS.repeats  # of benchmarks.decode
     shipped = experts._here
     forms: dict[str, Here] = {
         "experts": shipped,
         "experts, a loop": _loop,
-        "experts, ragged_dot": functools.partial(_ragged, shipped),
     }
     of_moe = {f"model.{name}": value for name, value in MOE.items()}
     both = {"dense": DENSE, "experts": QWEN3_MOE | MOE}
@@ -80,7 +73,7 @@ def main(argv: Sequence[str]) -> None:
         model = dataclasses.replace(decode.SMALL, **fields)
         runs["decode", name] = _timed(shipped, functools.partial(pieces.decode_piece, LENGTHS, model=model))
     seconds = {each: list[float]() for each in runs}
-    for _ in range(_REPEATS.value):
+    for _ in range(repeats):
         for each, run in runs.items():
             seconds[each].append(run())
     summary.table("what", "model", "seconds", "least to largest", "× dense")
@@ -89,7 +82,7 @@ def main(argv: Sequence[str]) -> None:
         summary.row(what, name, f"{middle:.2f}", f"{min(times):.2f} to {max(times):.2f}", f"{middle / of_dense:.2f}")
     tokens = LENGTHS.sum()
     told = (f"{tokens / np.median(times):,.0f} ({name})" for (what, name), times in seconds.items() if what == "decode")
-    print(f"\ntokens decoded a second: {', '.join(told)}; {_REPEATS.value} repeats")
+    print(f"\ntokens decoded a second: {', '.join(told)}; {repeats} repeats")
 
 
 if __name__ == "__main__":

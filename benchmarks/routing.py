@@ -77,7 +77,7 @@ class Run(NamedTuple):
         settings = {
             **MODEL,
             "seed": self.start + 100 * (self.engine == "again"),
-            "learner.steps": 100,
+            "learner.steps": 60,
             "learner.schedule": "constant",
             "learner.clip_norm": 0.0,
             "searchers.count": 1,
@@ -86,7 +86,7 @@ class Run(NamedTuple):
             "searchers.max_updates_ahead": 2,
             "replay.recent_fill": "wait",
             "evaluation.enabled": False,
-            "evaluation.every_steps": 50,
+            "evaluation.every_steps": 10,
             "evaluation.batch_size": 128,
             **{f"learner.{name}": value for name, value in ARMS[self.arm].items()},
         }
