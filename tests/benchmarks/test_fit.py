@@ -53,7 +53,7 @@ def test_the_page_is_what_the_compiler_says():
     command = [sys.executable, "-m", "benchmarks.fit", f"--rows={words}"]
     done = subprocess.run(command, cwd=tiny_run.ROOT, env=tiny_run.environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    rows = [row for row in fit.ROWS if words in f"{row.recipe} on {row.topology}"]
+    rows = [row for row in fit.ROWS if words in f"{row.name} on {row.topology}"]
     for row, line in zip(rows, done.stdout.splitlines(), strict=True):
         theirs = fit.row_of(fit.PAGE.read_text(), row).strip("| ").split(" | ")
         for ours, there in zip(line.split(" | ")[2:5], theirs[2:5], strict=True):
