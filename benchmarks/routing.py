@@ -124,6 +124,7 @@ def make(root: Path, run: Run, cores: Sequence[int]) -> None:
 
 
 def staleness(workdir: Path) -> float:
+    """The mean age of the rows of a run, in updates."""
     return float(np.mean([line["staleness_mean"] for line in metrics.each_line(layout.RunDir(workdir).metrics("trainer"))]))
 
 

@@ -74,7 +74,7 @@ class Job:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Of the run's processes. Where it names no folder of compiled programs, that is the root's."""
+        """The environment of the run's processes. Compiled programs go to the root's folder, unless this process has another."""
         return {"JAX_COMPILATION_CACHE_DIR": str(self.root / "compilation_cache")} | os.environ
 
     def time_is_up(self) -> bool:
