@@ -138,6 +138,7 @@ class SearchRecord:
             self.rewards.tell(report.failure)
         else:
             self.rewards.note(report)
+        self._status.trouble(self.rewards.trouble)
         counts: dict[str, float] = {"rows": report.rows, "unscored": report.unscored}
         counts["finished_rows"] = round(report.finished * report.rows)
         if told := report.environment:
