@@ -160,28 +160,30 @@ def constrain(x: jax.Array, axes: str) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, _computed_partition(dict(mesh.shape), axes, x.shape))
 
 
-def by_device(function: Callable[..., Any], *args: jax.Array, axes: Sequence[str], result: str | tuple[str, ...]) -> Any:
+def by_device(function: Callable[..., Any], *args: jax.Array | None, axes: Sequence[str], result: str | tuple[str, ...]) -> Any:
     """function(*args), where each device of the mesh of the context (`on_mesh`) computes its own part by itself.
 
     The compiler splits no kernel over devices: without this, each device would need the whole of the arguments.
 
-    Args: axes: for each argument, one letter of the axis table for each of its dimensions, split as in `constrain`. Heads are
-    split where N and G both can be. result: the letters of the result, each of which an argument has too; a tuple, if
-    the result is one.
+    Args: axes: for each argument, one letter of the axis table for each of its dimensions, split as in `constrain`; those of
+    None are not read. Heads are split where N and G both can be. result: the letters of the result, each of which an argument has
+    too; a tuple, if the result is one.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return function(*args)
     split: dict[str, Any] = {}
     for letters, x in zip(axes, args, strict=True):
-        split |= dict(zip(letters, _computed_partition(dict(mesh.shape), letters, x.shape), strict=True))
+        if x is not None:
+            split |= dict(zip(letters, _computed_partition(dict(mesh.shape), letters, x.shape), strict=True))
     if None in (split.get("N"), split.get("G")):
         split |= {"N": None, "G": None}
 
     def spec(letters: str) -> PartitionSpec:
         return PartitionSpec(*(split[letter] for letter in letters))
 
-    return jax.shard_map(function, in_specs=tuple(map(spec, axes)), out_specs=jax.tree.map(spec, result), check_vma=False)(*args)
+    in_specs = tuple(None if x is None else spec(letters) for letters, x in zip(axes, args, strict=True))
+    return jax.shard_map(function, in_specs=in_specs, out_specs=jax.tree.map(spec, result), check_vma=False)(*args)
 
 
 def platform() -> str:

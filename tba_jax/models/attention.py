@@ -17,11 +17,12 @@ from tba_jax import sharding
 from tba_jax.models import hardware
 from tba_jax.models.config import DecoderConfig, ModelConfig, RopeScaling
 from tba_jax.models.layers import Einsum, Norm
+from tba_jax.models.parameters import parameter
 
 # cos and sin of positions [t], or None where positions are not rotary.
 Rotary = tuple[jax.Array, jax.Array] | None
-# attend(query [t, N, H], key [t, G, H], value [t, G, H]) -> ([t, N, H], keys and values to keep, or None).
-Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
+# attend(query [t, N, H], key [t, G, H], value [t, G, H], sinks [N] or None) -> ([t, N, H], keys and values to keep, or None).
+Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None], tuple[jax.Array, Any]]
 
 
 class Prefix(NamedTuple):
@@ -52,6 +53,7 @@ class Attention(nnx.Module):
 
     query_norm: Any = None
     key_norm: Any = None
+    sinks: Any = None
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         c, sizes = config, config.sizes
@@ -60,6 +62,8 @@ class Attention(nnx.Module):
         self.key = Einsum("tD,DGH->tGH", sizes, bias=c.qkv_bias, rngs=rngs)
         self.value = Einsum("tD,DGH->tGH", sizes, bias=c.qkv_bias, rngs=rngs)
         self.out = Einsum("tNH,NHD->tD", sizes, bias=c.out_bias, std=c.residual_std, rngs=rngs)
+        if c.sinks:
+            self.sinks = parameter("N", sizes, nnx.initializers.zeros_init(), rngs)
         if c.qk_norm:
             norm = functools.partial(Norm, c.norm, sizes=sizes, epsilon=c.norm_epsilon, rngs=rngs)
             self.query_norm, self.key_norm = (norm(axes if c.qk_norm == "token" else "H") for axes in ("NH", "GH"))
@@ -77,7 +81,7 @@ class Attention(nnx.Module):
 
     def __call__(self, x: jax.Array, rotary: Rotary, attend: Attend) -> tuple[jax.Array, Any]:
         """Returns [t, D], and the second result of `attend`."""
-        attended, kept = attend(*self.project(x, rotary))
+        attended, kept = attend(*self.project(x, rotary), None if self.sinks is None else self.sinks[...])
         return self.out(attended), kept
 
 
@@ -86,6 +90,12 @@ def rotary_frequencies(size: int, theta: float, scaling: RopeScaling | None) -> 
     frequency = theta ** (-np.arange(0, size, 2, dtype=np.float64) / size)
     if scaling is not None and not scaling.original_positions:
         frequency = frequency / scaling.factor
+    elif scaling is not None and scaling.yarn:
+        # The elements, not whole, of which the original positions are so many turns.
+        turns = np.array([scaling.high_frequency, scaling.low_frequency])
+        low, high = np.clip(np.log(scaling.original_positions / (2 * np.pi * turns)) * size / (2 * np.log(theta)), 0, size - 1)
+        kept = 1 - np.clip((np.arange(size // 2) - low) / (high - low), 0.0, 1.0)
+        frequency = frequency * (kept + (1 - kept) / scaling.factor)
     elif scaling is not None:
         turns = scaling.original_positions * frequency / (2 * np.pi)
         kept = np.clip((turns - scaling.low_frequency) / (scaling.high_frequency - scaling.low_frequency), 0.0, 1.0)
@@ -101,7 +111,8 @@ def rotary(positions: jax.Array, config: DecoderConfig, *, local: bool) -> Rotar
     if local and config.local_rope_theta:
         theta, scaling = config.local_rope_theta, None
     angle = positions.astype(jnp.float32)[:, None, None] * rotary_frequencies(size, theta, scaling)
-    return jnp.cos(angle), jnp.sin(angle)
+    length = 1 + math.log(scaling.factor) / 10 if scaling is not None and scaling.yarn else 1.0
+    return length * jnp.cos(angle), length * jnp.sin(angle)
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
@@ -123,6 +134,7 @@ def attend(
     window: int = 0,
     positions: jax.Array | None = None,
     prefix: Prefix | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Attention over whole sequences.
 
@@ -133,22 +145,23 @@ def attend(
         for tests), or "auto": what `fastest` says.
       window: with causal attention, a query attends to at most this many tokens, the last of which is itself; 0: to all.
       positions: int32[B, T]; prefix: which tokens of other sequences are read as well, causally; not by "splash".
+      sinks: [N], a further score in the softmaxes of each query head, without a value; not with "cudnn". None: there are none.
     """
     platform = sharding.platform()
     if kernel == "auto":
-        kernel = fastest(platform, query.dtype, query.shape[-1])
+        kernel = fastest(platform, query.dtype, query.shape[-1], sinks=sinks is not None)
     if prefix is not None:
         assert causal and segments is not None and positions is not None and kernel != "splash"
         mask = _mask_with_prefix(segments, positions, prefix, window=window)
         key, value = (jnp.concatenate([prefix.of(x), x], axis=1) for x in (key, value))
         if kernel == "xla":
-            return _attend_xla(query, key, value, mask)
+            return _attend_xla(query, key, value, mask, sinks)
         return jax.nn.dot_product_attention(query, key, value, mask=mask[:, None], implementation="cudnn")
     if kernel == "splash":
-        return _attend_splash(query, key, value, segments, causal=causal, window=window, interpret=platform != "tpu")
+        return _attend_splash(query, key, value, segments, sinks, causal=causal, window=window, interpret=platform != "tpu")
     if kernel == "xla":
         mask = _causal_mask(query.shape[1], window) if causal else jnp.ones((1, 1, 1), bool)
-        return _attend_xla(query, key, value, mask if segments is None else mask & _same(segments, segments))
+        return _attend_xla(query, key, value, mask if segments is None else mask & _same(segments, segments), sinks)
     return _attend_cudnn(query, key, value, segments, causal=causal, window=window)
 
 
@@ -188,7 +201,7 @@ def _mask_with_prefix(segments: jax.Array, positions: jax.Array, prefix: Prefix,
     return jnp.concatenate([before, own], axis=2)
 
 
-def _attend_xla(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array) -> jax.Array:
+def _attend_xla(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array, sinks: jax.Array | None) -> jax.Array:
     """Two batches of matrix products with heads before tokens: XLA's CPU backend is slower on others. mask: as bool[B, T, S]."""
     B, T, N, H = query.shape
     S, G = key.shape[1:3]
@@ -196,28 +209,46 @@ def _attend_xla(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Ar
     key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
     scores = jnp.einsum("BGxH,BGSH->BGxS", query, key, preferred_element_type=jnp.float32) * (1 / math.sqrt(H))
     scores = jnp.where(mask[:, None, None], scores.reshape(B, G, N // G, T, S), MASKED)
-    weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
+    if sinks is not None:
+        sink = jnp.broadcast_to(sinks.astype(jnp.float32).reshape(G, N // G, 1, 1), (*scores.shape[:-1], 1))
+        scores = jnp.concatenate([scores, sink], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)[..., :S].astype(value.dtype)
     attended = jnp.einsum("BGxS,BGSH->BGxH", weights.reshape(B, G, -1, S), value)
     return attended.reshape(B, G, N // G, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
 
 def _attend_splash(
-    query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array | None, *, causal: bool, window: int, interpret: bool
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    segments: jax.Array | None,
+    sinks: jax.Array | None,
+    *,
+    causal: bool,
+    window: int,
+    interpret: bool,
 ) -> jax.Array:
     """JAX' splash attention: scores exist a block at a time, so that memory grows with T and not with T². Each device computes
     its own rows and heads. Args: interpret: whether other operations compute the kernel block by block, on devices without it."""
-    here = functools.partial(_splash_here, causal=causal, window=window, interpret=interpret)
-    if segments is None and causal:  # added positions come last, where no query of the row reads them
-        return sharding.by_device(here, query, key, value, axes=("BTNH", "BTGH", "BTGH"), result="BTNH")
-    if segments is None:
+    if segments is None and not causal:  # otherwise added positions come last, where no query of the row reads them
         segments = jnp.zeros(query.shape[:2], jnp.int32)
-    return sharding.by_device(here, query, key, value, segments, axes=("BTNH", "BTGH", "BTGH", "BT"), result="BTNH")
+    here = functools.partial(_splash_here, causal=causal, window=window, interpret=interpret)
+    axes = ("BTNH", "BTGH", "BTGH", "BT", "N")
+    return sharding.by_device(here, query, key, value, segments, sinks, axes=axes, result="BTNH")
 
 
 def _splash_here(
-    query: jax.Array, key: jax.Array, value: jax.Array, *segments: jax.Array, causal: bool, window: int, interpret: bool
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    segments: jax.Array | None,
+    sinks: jax.Array | None,
+    *,
+    causal: bool,
+    window: int,
+    interpret: bool,
 ) -> jax.Array:
-    """`_attend_splash` for the rows and heads of one device. Args: segments: int32[B, T], or nothing."""
+    """`_attend_splash` for the rows and heads of one device."""
     # Imports Pallas, which processes without TPUs can do without.
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
@@ -228,10 +259,11 @@ def _splash_here(
     padded = blocks * size
     # The kernel does not divide scores. In bfloat16, a factor that is rounded would change all of them alike.
     query = (query.astype(jnp.float32) / math.sqrt(H)).astype(query.dtype)
-    arrays = [jnp.pad(x.swapaxes(1, 2), ((0, 0), (0, 0), (0, padded - T), (0, 0))) for x in (query, key, value)]
-    arrays += [jnp.pad(x, ((0, 0), (0, padded - T)), constant_values=_PADDING) for x in segments]
+    arrays: list[Any] = [jnp.pad(x.swapaxes(1, 2), ((0, 0), (0, 0), (0, padded - T), (0, 0))) for x in (query, key, value)]
+    if segments is not None:
+        segments = jnp.pad(segments, ((0, 0), (0, padded - T)), constant_values=_PADDING)
 
-    def by_row(query: jax.Array, key: jax.Array, value: jax.Array, *segments: jax.Array) -> Any:
+    def by_row(query: jax.Array, key: jax.Array, value: jax.Array, segments: Any, sinks: Any) -> Any:
         mask: masks.Mask = masks.CausalMask((padded, padded)) if causal else masks.FullMask((padded, padded))
         if window:
             mask = masks.LocalMask((padded, padded), (window - 1, 0), 0)
@@ -239,20 +271,22 @@ def _splash_here(
         sizes: dict[str, Any] = dict.fromkeys(names, size)
         options: dict[str, Any] = dict(block_sizes=kernels.BlockSizes(**sizes), head_shards=1, q_seq_shards=1)
         kernel = kernels.make_splash_mha(masks.MultiHeadMask([mask] * N), **options, interpret=interpret)
-        return jax.vmap(kernel)(query, key, value, *(kernels.SegmentIds(x, x) for x in segments))
+        ids = None if segments is None else kernels.SegmentIds(segments, segments)
+        return jax.vmap(kernel, in_axes=(0, 0, 0, 0, None))(query, key, value, ids, sinks)
 
+    arrays += [segments, sinks]
     attended = _full_precision(by_row, *arrays) if query.dtype == jnp.float32 else by_row(*arrays)
     return attended[:, :, :T].swapaxes(1, 2)
 
 
-def _full_precision(function: Callable[..., jax.Array], *args: jax.Array) -> jax.Array:
+def _full_precision(function: Callable[..., jax.Array], *args: Any) -> jax.Array:
     """function(*args) with float32 products: the kernel's own backward pass is traced outside of `layers.full_precision`."""
 
     @jax.custom_vjp
-    def exact(*args: jax.Array) -> jax.Array:
+    def exact(*args: Any) -> jax.Array:
         return function(*args)
 
-    def forward(*args: jax.Array) -> tuple[jax.Array, Callable[..., Any]]:
+    def forward(*args: Any) -> tuple[jax.Array, Callable[..., Any]]:
         return jax.vjp(function, *args)
 
     def backward(pull: Callable[..., Any], cotangent: jax.Array) -> Any:
@@ -264,10 +298,10 @@ def _full_precision(function: Callable[..., jax.Array], *args: jax.Array) -> jax
         return exact(*args)
 
 
-def fastest(platform: str, dtype: Any, head_size: int) -> str:
-    """The kernel that "auto" stands for: that of models.hardware, or "xla" where cuDNN's does not take dtype and heads."""
+def fastest(platform: str, dtype: Any, head_size: int, *, sinks: bool = False) -> str:
+    """The kernel that "auto" stands for: that of models.hardware, or "xla" where cuDNN's does not take dtype, heads or sinks."""
     kernel: str = hardware.value("model.attention", hardware.AUTO, platform)
-    takes = dtype == jnp.bfloat16 and cudnn_takes(head_size)
+    takes = dtype == jnp.bfloat16 and cudnn_takes(head_size) and not sinks
     return "xla" if kernel == "cudnn" and not (platform == "gpu" and takes) else kernel
 
 
@@ -279,9 +313,9 @@ def cudnn_takes(head_size: int) -> bool:
 def whole_rows(B: int, T: int, segments: jax.Array | None, **options: Any) -> Attend:
     """The `attend` of B whole sequences of T tokens. It keeps key and value [B, T, G, H]. Args: see attend."""
 
-    def attend_rows(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, Any]:
+    def attend_rows(query: jax.Array, key: jax.Array, value: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, Any]:
         query, key, value = (x.reshape(B, T, *x.shape[1:]) for x in (query, key, value))
-        attended = attend(query, key, value, segments, **options)
+        attended = attend(query, key, value, segments, sinks=sinks, **options)
         return attended.reshape(B * T, *attended.shape[2:]), (key, value)
 
     return attend_rows

@@ -12,6 +12,9 @@ ACTIVATIONS = {
     "relu": ("relu",),
 }
 
+# gpt-oss: g σ(1.702 g) (u + 1) of the gate g, at most the limit, and of u within ± the limit. config.json names it otherwise.
+CLAMPED, CLAMPED_GAIN, CLAMPED_LIMIT = "clamped", 1.702, 7.0
+
 # Name in config.json -> name in ACTIVATIONS.
 ACTIVATION_NAMES = {name: ours for ours, names in ACTIVATIONS.items() for name in names}
 
@@ -20,16 +23,18 @@ STD = 0.02  # standard deviation of initial weights, unless a module takes anoth
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Scaling of rotary frequencies: linear, or Llama 3's.
+    """Scaling of rotary frequencies: linear, Llama 3's, or YaRN (Peng et al., 2023).
 
     Linear (original_positions 0): all wavelengths are stretched by `factor`. Llama 3's: wavelengths beyond original_positions /
-    low_frequency are stretched, those below original_positions / high_frequency stay, and those between are interpolated.
+    low_frequency are stretched, those below original_positions / high_frequency stay, and those between are interpolated. yarn:
+    the same, interpolated in the logarithm of the wavelength, and rotated elements are multiplied by 1 + log(factor) / 10.
     """
 
     factor: float
     low_frequency: float = 0.0
     high_frequency: float = 0.0
     original_positions: int = 0
+    yarn: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,8 +49,10 @@ class DecoderConfig:
       from the first; 0: all. parallel_residual: attention and feed-forward both read the layer's input (GPT-NeoX).
     experts: of each layer, in the place of its feed-forward, each of width ffn; 0: there are none. experts_per_token: those that
       a token goes through. norm_top_k: the weights of a token's experts are divided by their sum.
-    activation: a name of ACTIVATIONS. gated: the feed-forward is down(act(gate(x)) * up(x)), otherwise down(act(up(x))).
-    qkv_bias, out_bias, ffn_bias: whether these linear maps have a bias. qk_norm: queries and keys are normalised,
+    activation: a name of ACTIVATIONS, or CLAMPED with a gate. gated: the feed-forward is down(act(gate(x)) * up(x)), otherwise
+      down(act(up(x))).
+    qkv_bias, out_bias, ffn_bias: whether these linear maps have a bias; ffn_bias: routers, too. sinks: each query head has a
+      learned score that takes part in its softmaxes, and no value (gpt-oss). qk_norm: queries and keys are normalised,
       each head by itself ("head", Qwen3) or all heads of a token together ("token", OLMo 2); "": they are not.
     scaled_embedding: embeddings of tokens are multiplied by sqrt(width). query_scalar: attention scores are divided by its square
       root; 0: by the square root of head_size.
@@ -80,6 +87,7 @@ class DecoderConfig:
     qkv_bias: bool = False
     out_bias: bool = False
     ffn_bias: bool = False
+    sinks: bool = False
     qk_norm: str = ""
     norm_place: str = "before"
     scaled_embedding: bool = False
@@ -108,8 +116,8 @@ class DecoderConfig:
                 f"model.experts={self.experts} must be 2 to 4096, of which a token goes through 1 to {self.experts}, "
                 f"not model.experts_per_token={self.experts_per_token}"
             )
-        if self.experts and (self.ffn_bias or not self.gated):
-            raise ValueError(f"experts={self.experts} have a gate and no bias, not gated={self.gated}, ffn_bias={self.ffn_bias}")
+        if (self.experts or self.activation == CLAMPED) and not self.gated:
+            raise ValueError(f"experts={self.experts} and activation={self.activation!r} have a gate, not gated=False")
 
     @property
     def local_layers(self) -> tuple[bool, ...]:
@@ -152,6 +160,7 @@ class EncoderConfig:
     qkv_bias: ClassVar[bool] = True
     out_bias: ClassVar[bool] = True
     ffn_bias: ClassVar[bool] = True
+    sinks: ClassVar[bool] = False
     qk_norm: ClassVar[str] = ""
     query_scalar: ClassVar[int] = 0
     residual_std: ClassVar[float] = STD
@@ -242,6 +251,21 @@ _GEMMA_3 = dict(
     rope_theta=1e6,
     local_rope_theta=1e4,
 )
+GPT_OSS: dict[str, Any] = dict(
+    architecture="gpt_oss",
+    norm_epsilon=1e-5,
+    norm_top_k=True,
+    activation=CLAMPED,
+    qkv_bias=True,
+    out_bias=True,
+    ffn_bias=True,
+    sinks=True,
+    layer_pattern="lg",
+    window=128,
+    rope_theta=1.5e5,
+    rope_scaling=RopeScaling(factor=32.0, low_frequency=1.0, high_frequency=32.0, original_positions=4096, yarn=True),
+    tied_embedding=False,
+)
 _UNTIED = dict(tied_embedding=False)
 _OF_128 = dict(experts=128, experts_per_token=8)
 _RHO = _UNTIED | dict(norm_epsilon=1e-5)
@@ -282,5 +306,6 @@ PRESETS: dict[str, DecoderConfig] = {
     ),
     "qwen3-4b": _shape(_QWEN3, 36, 2560, 32, 8, 128, 9728, 151936, 40960),
     "olmo-2-7b": _shape(_OLMO_2, 32, 4096, 32, 32, 128, 11008, 100352, 4096),
+    "gpt-oss-20b": _shape(GPT_OSS | dict(experts=32, experts_per_token=4), 24, 2880, 64, 8, 64, 2880, 201088, 131072),
     "qwen3-30b-a3b": _shape(QWEN3_MOE | _UNTIED | _OF_128, 48, 2048, 32, 4, 128, 768, 151936, 40960),
 }

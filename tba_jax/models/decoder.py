@@ -1,5 +1,5 @@
-"""One decoder-only transformer, of which GPT-2, GPT-NeoX, Llama, Mistral, Qwen2, Qwen3, its mixtures of experts, Gemma 3 and
-OLMo 2 are settings."""
+"""One decoder-only transformer, of which GPT-2, GPT-NeoX, Llama, Mistral, Qwen2, Qwen3, its mixtures of experts, gpt-oss, Gemma
+3 and OLMo 2 are settings."""
 
 import functools
 import math

@@ -7,7 +7,6 @@ experts alone would have to send tokens between devices.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import chex
@@ -18,7 +17,7 @@ from flax import nnx
 
 from tba_jax import sharding
 from tba_jax.models.config import STD, DecoderConfig
-from tba_jax.models.layers import ACTIVATIONS, Einsum, ScalarHead
+from tba_jax.models.layers import Einsum, ScalarHead, gate_by
 
 # Tiles of `tgmm`. An expert of qwen3-30b-a3b has about 512 rows of a batch: taller tiles would mix experts. Wider ones exceed the
 # VMEM of a v5p in float32.
@@ -47,7 +46,7 @@ class ExpertMaps(Einsum):
 
 
 class Experts(nnx.Module):
-    """y = Σ_i p_i · down_i(act(gate_i(x)) · up_i(x)) over the k experts i with the largest p = softmax(router(x)).
+    """y = Σ_i p_i · down_i(gate_by(act, gate_i(x), up_i(x))) over the k experts i with the largest p = softmax(router(x)).
 
     Router, softmax, choice and weights are float32 whatever the compute dtype; the router's weight is rounded to that dtype, as
     samplers hold it, so that sampler and learner choose alike.
@@ -56,10 +55,10 @@ class Experts(nnx.Module):
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         c, sizes = config, config.sizes
         self.activation, self.chosen, self.norm_top_k = c.activation, c.experts_per_token, c.norm_top_k
-        self.router = ScalarHead(c.width, outputs=c.experts, bias=False, std=STD, rngs=rngs)
-        self.gate = ExpertMaps("tD,eDf->tf", sizes, rngs=rngs)
-        self.up = ExpertMaps("tD,eDf->tf", sizes, rngs=rngs)
-        self.down = ExpertMaps("tf,efD->tD", sizes, std=c.residual_std, rngs=rngs)
+        self.router = ScalarHead(c.width, outputs=c.experts, bias=c.ffn_bias, std=STD, rngs=rngs)
+        self.gate = ExpertMaps("tD,eDf->tf", sizes, bias=c.ffn_bias, rngs=rngs)
+        self.up = ExpertMaps("tD,eDf->tf", sizes, bias=c.ffn_bias, rngs=rngs)
+        self.down = ExpertMaps("tf,efD->tD", sizes, bias=c.ffn_bias, std=c.residual_std, rngs=rngs)
 
     def __call__(self, x: jax.Array, counted: jax.Array | None = None) -> tuple[jax.Array, Routing | None]:
         """Maps x [t, D] to [t, D]. Args: counted: [t], how often each token counts in the Routing; None: none."""
@@ -67,11 +66,13 @@ class Experts(nnx.Module):
         # XLA would gather the tokens of all devices to choose.
         weights, experts = sharding.by_device(self._choose, probabilities, axes=("tC",), result=("tC", "tC"))
         maps = [self.gate, self.up, self.down]
-        arrays, axes = [each.weight[...].astype(x.dtype) for each in maps], [each.axes for each in maps]
-        if self.gate.quant_scale is not None:
-            arrays, axes = arrays + [each.quant_scale[...] for each in maps], axes + [each.outputs for each in maps]
+        arrays: list[jax.Array | None] = [each.weight[...].astype(x.dtype) for each in maps]
+        axes = [each.axes for each in maps]
+        of_outputs = [each.quant_scale for each in maps] + [each.bias for each in maps]
+        arrays += [None if each is None else each[...] for each in of_outputs]
+        axes += 2 * [each.outputs for each in maps]
         of_all, on_tpu = probabilities.shape[-1], sharding.platform() == "tpu"
-        here = functools.partial(_here, activation=ACTIVATIONS[self.activation], of_all=of_all, on_tpu=on_tpu)
+        here = functools.partial(_here, activation=self.activation, of_all=of_all, on_tpu=on_tpu)
         given = (x, weights, experts, jnp.arange(of_all), *arrays)
         parts = sharding.by_device(here, *given, axes=("tD", "tk", "tk", "e", *axes), result="etD")
         y = sharding.constrain(jnp.sum(parts, axis=0), "tD")
@@ -99,8 +100,8 @@ def _here(
     gate: jax.Array,
     up: jax.Array,
     down: jax.Array,
-    *scales: jax.Array,
-    activation: Callable[[jax.Array], jax.Array],
+    *of_outputs: jax.Array | None,
+    activation: str,
     of_all: int,
     on_tpu: bool,
 ) -> jax.Array:
@@ -110,7 +111,8 @@ def _here(
     elsewhere in whole blocks, the last of which may have empty places.
 
     Args: x: [t, D]; weights, experts: float32 and int32[t, k]; own: int32[e], the numbers of the device's experts, in turn; gate,
-    up: [e, D, f]; down: [e, f, D]; scales: of int8 weights, float32[e, f], [e, f] and [e, D]; of_all: experts of all devices.
+    up: [e, D, f]; down: [e, f, D]; of_outputs: the float32 scales of int8 weights, [e, f], [e, f] and [e, D], and their
+    biases, of the same shapes; None, where there are none; of_all: experts of all devices.
     """
     (t, k), e = experts.shape, len(own)
     block = 1 if on_tpu else _block(t * k / of_all)
@@ -126,16 +128,23 @@ def _here(
     token = jnp.full(places, t).at[place].set(order // k, mode="drop")  # t: the place is empty
     weight = jnp.zeros(places).at[place].set(weights.reshape(-1)[order], mode="drop")
     expert_of = jnp.searchsorted(jnp.cumsum(blocks), jnp.arange(places // block), side="right").clip(0, e - 1)
+    by_row = jnp.where(token < t, expert_of.repeat(block), e)  # e: what an empty place holds has no gradient
+
+    def by_place(of_experts: jax.Array) -> jax.Array:
+        return of_experts.at[by_row].get(mode="fill", fill_value=0)
 
     def product(x: jax.Array, of_experts: jax.Array, number: int) -> jax.Array:
         if on_tpu:
             y = _by_row(x, of_experts, sizes, sharding.platform() != "tpu")
         else:
             y = _by_block(x.reshape(-1, block, x.shape[1]), of_experts, expert_of, jnp.sum(blocks)).reshape(places, -1)
-        return (y.astype(jnp.float32) * scales[number][expert_of.repeat(block)]).astype(y.dtype) if scales else y
+        scale, bias = of_outputs[number], of_outputs[3 + number]
+        if scale is not None:
+            y = (y.astype(jnp.float32) * by_place(scale)).astype(y.dtype)
+        return y if bias is None else y + by_place(bias.astype(y.dtype))
 
     rows = x.at[token].get(mode="fill", fill_value=0)
-    y = product(activation(product(rows, gate, 0)) * product(rows, up, 1), down, 2)
+    y = product(gate_by(activation, product(rows, gate, 0), product(rows, up, 1)), down, 2)
     sums = jnp.zeros(x.shape, jnp.float32).at[token].add(y.astype(jnp.float32) * weight[:, None], mode="drop")
     return sums[None].astype(x.dtype)
 

@@ -215,7 +215,7 @@ def _many_tokens(cache: tuple[jax.Array, ...], kept: jax.Array, before: jax.Arra
         put = jax.vmap(functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=1))
         return put(room, new, kept)[:, :, :S]
 
-    def attend_new(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, Any]:
+    def attend_new(query: jax.Array, key: jax.Array, value: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, Any]:
         now = written(cache[0], key), written(cache[1], value)
         by_row = [x.reshape(Q, P, *x.shape[1:]) for x in (query, key, value)]
 
@@ -223,7 +223,7 @@ def _many_tokens(cache: tuple[jax.Array, ...], kept: jax.Array, before: jax.Arra
             (query, key, value), caches, its = row
             itself = key[:, :, None], value[:, :, None]
             one = jax.tree.map(lambda x: x[None], caches)
-            return attend_in_two_parts(query, one, itself, its[None], jnp.ones((P, 1), bool))
+            return attend_in_two_parts(query, one, itself, its[None], jnp.ones((P, 1), bool), sinks)
 
         # Row by row: the scores of one row alone are there at a time.
         return jax.lax.map(of_row, (tuple(by_row), now, before)).reshape(query.shape), now
@@ -294,9 +294,9 @@ def last_of_prompt(cache: tuple[jax.Array, ...], before: jax.Array) -> Attend:
     Args: cache: keys, values [Q, G, P, H]; before: bool[Q, P], the earlier tokens that are read.
     """
 
-    def attend_last(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, None]:
+    def attend_last(query: jax.Array, key: jax.Array, value: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, None]:
         itself = (key[:, :, None], value[:, :, None])
-        return attend_in_two_parts(query, cache, itself, before[:, None], jnp.ones((len(query), 1), bool)), None
+        return attend_in_two_parts(query, cache, itself, before[:, None], jnp.ones((len(query), 1), bool), sinks), None
 
     return attend_last
 
@@ -322,16 +322,16 @@ def one_token(
     def read(caches: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         return tuple(x[:, :, : own_mask.shape[-1]] for x in caches)
 
-    def attend_cached(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, Any]:
+    def attend_cached(query: jax.Array, key: jax.Array, value: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, Any]:
         def written(cached: jax.Array, new: jax.Array) -> jax.Array:
             new = new.reshape(len(new), cached.shape[1], 1, cached.shape[3])
             return jax.lax.dynamic_update_slice_in_dim(cached, new, entry, axis=2)
 
         if not tiled:
             kept = written(own[0], key), written(own[1], value)
-            return attend_in_two_parts(query, prompt, read(kept), prompt_mask, own_mask), kept
+            return attend_in_two_parts(query, prompt, read(kept), prompt_mask, own_mask, sinks), kept
         itself = key, value
-        attended = attend_in_two_parts(query, prompt, read(own), prompt_mask, before, itself=itself, least_rows=2)
+        attended = attend_in_two_parts(query, prompt, read(own), prompt_mask, before, sinks, itself=itself, least_rows=2)
         attended, key, value = jax.lax.optimization_barrier((attended, key, value))  # the caches are written after they are read
         return attended, (written(own[0], key), written(own[1], value))
 
@@ -344,6 +344,7 @@ def attend_in_two_parts(
     own: tuple[jax.Array, ...],
     prompt_mask: jax.Array,
     own_mask: jax.Array,
+    sinks: jax.Array | None = None,
     *,
     itself: tuple[jax.Array, jax.Array] | None = None,
     least_rows: int = 1,
@@ -353,7 +354,7 @@ def attend_in_two_parts(
     Args:
       query, result: [B, N, H] with B = J·W; prompt: keys and values [J, G, S, H].
       own: keys and values [B, G, R, H]; or [B, G/t, R, t·H], where t heads lie side by side in an entry.
-      prompt_mask: bool[J, W, S]; own_mask: bool[B, R].
+      prompt_mask: bool[J, W, S]; own_mask: bool[B, R]. sinks: see attention.attend.
       itself: key and value [B, G, H] of the new token, where `own` does not have them.
       least_rows: static: a matrix product has so many rows of queries; rows of zeros are added. On TPUs 2: XLA computes a product
         of one row in other units, and copies the caches of the whole decode loop into another layout for them.
@@ -373,9 +374,14 @@ def attend_in_two_parts(
     if itself is not None:
         scores = jnp.einsum("BGnH,BGH->BGn", query, itself[0], preferred_element_type=jnp.float32) * scale
         largest = jnp.maximum(largest, scores)
+    if sinks is not None:
+        sinks = sinks.astype(jnp.float32).reshape(G, n)
+        largest = jnp.maximum(largest, sinks)
     prompt_weights = jnp.exp(prompt_scores - _by_group(largest, J)[..., None])
     own_weights = jnp.exp(own_scores - largest[..., None])
     total = _by_row(jnp.sum(prompt_weights, axis=-1)) + jnp.sum(own_weights, axis=-1)
+    if sinks is not None:
+        total = total + jnp.exp(sinks - largest)
     of_prompt = product("JGxS,JGSH->JGxH", prompt_weights.reshape(J, G, W * n, S).astype(dtype), prompt_values)
     own_weights = own_weights.astype(dtype).reshape(B, G // together, together * n, -1)
     attended = _by_row(of_prompt.reshape(J, G, W, n, H)) + _apart(product("BGnR,BGRH->BGnH", own_weights, own_values), together)

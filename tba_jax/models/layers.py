@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from tba_jax import sharding
-from tba_jax.models.config import STD, ModelConfig
+from tba_jax.models.config import CLAMPED, CLAMPED_GAIN, CLAMPED_LIMIT, STD, ModelConfig
 from tba_jax.models.parameters import parameter
 
 # Name of a setting -> policy of jax.checkpoint, which says what a layer keeps for its backward pass. None: it keeps everything.
@@ -35,6 +35,14 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "relu": jax.nn.relu,
 }
 _LEVELS = 127  # int8 values on either side of 0
+
+
+def gate_by(activation: str, gate: jax.Array, up: jax.Array) -> jax.Array:
+    """act(gate) · up, elementwise. Args: activation: a name of ACTIVATIONS, or config.CLAMPED."""
+    if activation != CLAMPED:
+        return ACTIVATIONS[activation](gate) * up
+    gate, up = jnp.minimum(gate, CLAMPED_LIMIT), jnp.clip(up, -CLAMPED_LIMIT, CLAMPED_LIMIT)
+    return gate * jax.nn.sigmoid(CLAMPED_GAIN * gate) * (up + 1)
 
 
 def full_precision(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -281,8 +289,8 @@ class FeedForward(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps x [t, D] to [t, D]."""
-        activation, up = ACTIVATIONS[self.activation], self.up(x)
-        return self.down(activation(up) if self.gate is None else activation(self.gate(x)) * up)
+        up = self.up(x)
+        return self.down(ACTIVATIONS[self.activation](up) if self.gate is None else gate_by(self.activation, self.gate(x), up))
 
 
 class Embedding(nnx.Module):

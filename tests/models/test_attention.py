@@ -55,6 +55,31 @@ def test_splash_is_xlas_attention(T, heads, masks):
     compare(find(kernel="splash"), find(kernel="xla"), tolerance=1e-5)
 
 
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 2, 2)], ids=str)
+def test_sinks_take_part_in_softmaxes(sizes):
+    """Both kernels against NumPy, and their gradients against each other's, over devices too."""
+    query, key, value = inputs(4, 131, 4, 2, 16)
+    sinks = jnp.array([-3.0, 0.5, 2.0, 5.0])
+
+    @functools.partial(jax.jit, static_argnames="kernel")
+    def gradients(*given, kernel):
+        def loss(*given):
+            found = attention.attend(*given[:3], None, causal=True, window=20, kernel=kernel, sinks=given[3])
+            return jnp.sum(jnp.sin(found)), found
+
+        return jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True)(*given)
+
+    with jax.set_mesh(sharding.make_mesh(sizes, setting="learner.mesh", devices=jax.devices()[: int(np.prod(sizes))])):
+        both = {kernel: gradients(query, key, value, sinks, kernel=kernel) for kernel in ("xla", "splash")}
+    scores = np.einsum("BtNH,BTNH->BNtT", *(np.asarray(x, np.float64) for x in (query, key.repeat(2, axis=2)))) / 4
+    weights = np.exp(scores) * np.tril(np.triu(np.ones((131, 131)), -19))
+    weights /= weights.sum(-1, keepdims=True) + np.exp(np.asarray(sinks))[:, None, None]
+    expected = np.einsum("BNtT,BTNH->BtNH", weights, np.asarray(value.repeat(2, axis=2), np.float64))
+    for found, attended in zip(*both.values(), strict=True):  # gradients, then results
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max()), found, attended)
+    np.testing.assert_allclose(both["xla"][1], expected, atol=1e-5)
+
+
 def test_products_of_float32_are_exact():
     """TPUs round their inputs unless they are told otherwise, and a backward pass is traced where nobody tells them."""
 

@@ -20,8 +20,14 @@ from tests.models.test_decoder import BYTES_PER_STEP, gathered, random_rows, sco
 from tests.support import applied
 from tests.support.tiny_decoders import CONFIGS, GROUPED, logits_of_whole, random_params
 
-MOE = CONFIGS["experts"]
-LAYER = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), random_params(MOE)["layers"]["feed_forward"])
+MOE, GPT_OSS = CONFIGS["experts"], CONFIGS["gpt-oss"]
+
+
+def of_first_layer(config: DecoderConfig) -> dict:
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), random_params(config)["layers"]["feed_forward"])
+
+
+LAYER, OF_GPT_OSS = of_first_layer(MOE), of_first_layer(GPT_OSS)
 X = np.random.default_rng(1).normal(size=(37, MOE.width)).astype(np.float32)
 TWO = LAYER | {"router": {"weight": jnp.zeros_like(LAYER["router"]["weight"]).at[:, :2].set(jnp.array([2.0, 1.0]))}}
 
@@ -44,15 +50,23 @@ def layer(config: DecoderConfig = MOE, params: dict = LAYER, weights: str = "ful
 
 def in_numpy(x: np.ndarray, params: dict = LAYER, config: DecoderConfig = MOE) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """y float64[t, D], whether each token goes through each expert bool[t, e], and the router's softmax float64[t, e]."""
-    router, gate, up, down = (np.asarray(params[name]["weight"], np.float64) for name in ("router", "gate", "up", "down"))
-    probabilities = np.exp(x @ router) / np.exp(x @ router).sum(1, keepdims=True)
+    names = ("router", "gate", "up", "down")
+    router, gate, up, down = (np.asarray(params[name]["weight"], np.float64) for name in names)
+    of_router, of_gate, of_up, of_down = (
+        np.asarray(params[name].get("bias", np.zeros(each.shape[::2] if each.ndim == 3 else each.shape[1:])), np.float64)
+        for name, each in zip(names, (router, gate, up, down), strict=True)
+    )
+    scores = np.exp(x @ router + of_router)
+    probabilities = scores / scores.sum(1, keepdims=True)
     y, goes = np.zeros(x.shape), np.zeros(probabilities.shape, bool)
     for t, p in enumerate(probabilities):
         goes[t, np.argsort(p)[-config.experts_per_token :]] = True
         share = p[goes[t]].sum() if config.norm_top_k else 1.0
         for i in np.flatnonzero(goes[t]):
-            gated = x[t] @ gate[i]
-            y[t] += p[i] / share * (gated / (1 + np.exp(-gated)) * (x[t] @ up[i])) @ down[i]
+            gated, its_up, gain = x[t] @ gate[i] + of_gate[i], x[t] @ up[i] + of_up[i], 1.0
+            if config.activation == "clamped":
+                gated, its_up, gain = np.minimum(gated, 7), np.clip(its_up, -7, 7) + 1, 1.702
+            y[t] += p[i] / share * ((gated / (1 + np.exp(-gain * gated)) * its_up) @ down[i] + of_down[i])
     return y, goes, probabilities
 
 
@@ -71,6 +85,20 @@ def test_tokens_go_through_their_experts(monkeypatch, on_tpu, norm_top_k):
 
 
 @on_tpu
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 2, 2)], ids=str)
+def test_experts_may_have_biases_and_a_clamp(monkeypatch, on_tpu, sizes):
+    """As gpt-oss has them; on a mesh each device adds the biases of its own experts."""
+    force(monkeypatch, on_tpu)
+    x = 6 * X[:32]
+    y, goes, _ = in_numpy(x, OF_GPT_OSS, GPT_OSS)
+    mesh = sharding.make_mesh(sizes, setting="learner.mesh", devices=jax.devices()[: int(np.prod(sizes))])
+    with jax.set_mesh(mesh):
+        found, routing = jax.jit(lambda x: layer(GPT_OSS, OF_GPT_OSS)(x, jnp.ones(len(x))))(jnp.asarray(x))
+    np.testing.assert_allclose(found, y, atol=2e-4)
+    np.testing.assert_array_equal(routing.tokens, goes.sum(0))
+
+
+@on_tpu
 def test_all_tokens_may_go_through_the_same_experts(monkeypatch, on_tpu):
     """None is dropped, and an expert without tokens has no gradient."""
     force(monkeypatch, on_tpu)
@@ -86,13 +114,15 @@ def test_all_tokens_may_go_through_the_same_experts(monkeypatch, on_tpu):
 
 
 @pytest.mark.parametrize("tokens", [1, 37, 700])  # blocks of 8 and of 128 places
-@pytest.mark.parametrize("params", [LAYER, TWO], ids=["all experts", "two experts"])
-def test_both_forms_of_the_products_have_the_same_gradients(monkeypatch, params, tokens):
+@pytest.mark.parametrize(
+    "config, params", [(MOE, LAYER), (MOE, TWO), (GPT_OSS, OF_GPT_OSS)], ids=["all experts", "two experts", "gpt-oss"]
+)
+def test_both_forms_of_the_products_have_the_same_gradients(monkeypatch, config, params, tokens):
     x = jnp.abs(jnp.asarray(np.random.default_rng(2).normal(size=(tokens, MOE.width)), jnp.float32))
 
     def gradients(on_tpu: bool) -> tuple[dict, jax.Array]:
         force(monkeypatch, on_tpu)
-        return jax.jit(jax.grad(lambda params, x: jnp.sum(jnp.sin(layer(params=params)(x)[0])), argnums=(0, 1)))(params, x)
+        return jax.jit(jax.grad(lambda params, x: jnp.sum(jnp.sin(layer(config, params)(x)[0])), argnums=(0, 1)))(params, x)
 
     found, expected = gradients(True), gradients(False)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max()), found, expected)
@@ -197,7 +227,7 @@ def test_a_mesh_that_does_not_divide_the_experts_is_named():
         (dict(experts_per_token=7), r"model\.experts=6 must be 2 to 4096, .* 1 to 6, not model\.experts_per_token=7"),
         (dict(experts_per_token=0), r"not model\.experts_per_token=0"),
         (dict(experts=1, experts_per_token=1), r"model\.experts=1 must be 2 to 4096"),
-        (dict(gated=False), "experts=6 have a gate and no bias, not gated=False"),
+        (dict(gated=False), "experts=6 and activation='silu' have a gate, not gated=False"),
     ],
     ids=str,
 )

@@ -62,6 +62,7 @@ def test_attention_is_the_tables_where_the_device_takes_it():
     half = jnp.dtype("bfloat16")
     assert [attention.fastest(platform, half, 64) for platform in ("cpu", "gpu", "tpu")] == ["xla", "cudnn", "splash"]
     assert {attention.fastest("gpu", *no) for no in ((jnp.dtype("float32"), 64), (half, 256), (half, 12))} == {"xla"}
+    assert attention.fastest("gpu", half, 64, sinks=True) == "xla"
 
 
 B, T = 2, 12

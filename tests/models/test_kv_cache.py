@@ -66,6 +66,7 @@ def test_weights_lie_head_by_head_where_heads_fill_tiles(monkeypatch):
             for name in ("parallel residual, partial rotary", "learned positions", "query and key norms", "experts")
         ),
         *(("grouped, tied", "tiled"), ("local and global layers", "heads side by side"), ("grouped, tied", "large scores")),
+        *(("gpt-oss", "plain"), ("gpt-oss", "tiled")),
     ],
 )
 def test_prefill_and_decode_steps_equal_whole_sequences(name, form):

@@ -22,7 +22,7 @@ from tests.support import applied
 FIXTURES = Path(__file__).resolve().parent.parent / "fixtures"
 LANGUAGE_MODELS = (
     *("llama_untied", "llama_tied", "llama_biased", "mistral", "mistral_window", "qwen2", "qwen2_window", "qwen3"),
-    *("gpt2", "gpt_neox", "gemma3", "qwen3_moe", "olmo2"),
+    *("gpt2", "gpt_neox", "gemma3", "qwen3_moe", "gpt_oss", "olmo2"),
 )
 ENCODERS = ("bert_embedding", "roberta_embedding", "bert_classifier", "roberta_classifier")
 REAL_MODELS = ("TinyStories-656K", "stories260K-hf")

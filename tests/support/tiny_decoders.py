@@ -6,7 +6,7 @@ import functools
 import jax
 
 from tba_jax.models import parameters, scoring
-from tba_jax.models.config import DecoderConfig, RopeScaling
+from tba_jax.models.config import GPT_OSS, DecoderConfig, RopeScaling
 from tba_jax.models.parameters import Params
 from tests.support import applied
 
@@ -29,6 +29,11 @@ CONFIGS = {
     "norms after": dataclasses.replace(GROUPED, norm_place="after", qk_norm="token"),
     "local and global layers": dataclasses.replace(GROUPED, layers=3, **GEMMA),
     "scaled rotary": dataclasses.replace(GROUPED, rope_scaling=SCALING),
+    "gpt-oss": dataclasses.replace(
+        GROUPED,
+        **GPT_OSS | dict(window=3, rope_theta=50.0, rope_scaling=dataclasses.replace(SCALING, yarn=True)),
+        **dict(experts=6, experts_per_token=2, ffn=12),
+    ),
     "experts": dataclasses.replace(GROUPED, qk_norm="head", experts=6, experts_per_token=2, norm_top_k=True, ffn=12),
 }
 EVERYTHING = scoring.ResponseSpace(temperature=1.0, banned_tokens=(), eos_id=-1)

@@ -4,12 +4,14 @@ import functools
 from typing import Any
 
 from tba_jax.models import decoder
-from tba_jax.models.config import DecoderConfig, RopeScaling
+from tba_jax.models.config import CLAMPED, CLAMPED_GAIN, CLAMPED_LIMIT, DecoderConfig, RopeScaling
 from tba_jax.models.hugging_face import encoders, files
 from tba_jax.models.hugging_face.files import Architecture, Key, Settings, Stored, Tensors
 
 _WINDOW = 4096  # transformers' value of an absent sliding_window, whatever the architecture
 _LETTERS = {"full_attention": "g", "sliding_attention": "l"}
+# Kind of scaling -> the keys of RopeScaling.low_frequency and high_frequency.
+_FREQUENCIES = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
 _GEMMA_ACTIVATION = "gelu_pytorch_tanh"
 
 
@@ -24,8 +26,11 @@ def _read_rotary(settings: Settings, fields: dict[str, Any], *, theta_key: str =
 def _read_scaling(settings: Settings, key: str, rope: Settings) -> RopeScaling | None:
     """Args: rope: the rotary settings, which are the value of `key` or a part of it."""
     kind = rope.values.get("rope_type", rope.values.get("type", "default"))
-    if kind not in ("default", "linear", "llama3"):
-        settings.refuse(key, "rope_type='default', rope_type='linear' and rope_type='llama3'")
+    further = ("truncate", "attention_factor", "mscale", "mscale_all_dim")
+    as_gpt_oss = kind == "yarn" and not any({"truncate": True, **rope.values}.get(name) for name in further)
+    if kind not in ("default", "linear", "llama3") and not as_gpt_oss:
+        yarn = f"rope_type='yarn' with truncate=False and without {', '.join(further[1:])}"
+        settings.refuse(key, f"rope_type='default', rope_type='linear', rope_type='llama3' and {yarn}")
     if kind == "default":
         return None
 
@@ -36,14 +41,16 @@ def _read_scaling(settings: Settings, key: str, rope: Settings) -> RopeScaling |
 
     if kind == "linear":
         return RopeScaling(factor=required("factor"))
+    low, high = _FREQUENCIES[kind]
     scaling = RopeScaling(
         factor=required("factor"),
-        low_frequency=required("low_freq_factor"),
-        high_frequency=required("high_freq_factor"),
+        low_frequency=required(low) if kind == "llama3" else rope.number(low, 1.0),
+        high_frequency=required(high) if kind == "llama3" else rope.number(high, 32.0),
         original_positions=rope.size("original_max_position_embeddings", settings.size("max_position_embeddings", 2048)),
+        yarn=kind == "yarn",
     )
     if scaling.low_frequency >= scaling.high_frequency:
-        raise ValueError(f"{settings.path}: {key}={rope.values!r}: low_freq_factor must be below high_freq_factor")
+        raise ValueError(f"{settings.path}: {key}={rope.values!r}: {low} must be below {high}")
     return scaling
 
 
@@ -52,9 +59,10 @@ def _write_rotary(config: DecoderConfig) -> dict[str, Any]:
     of = config.rope_scaling
     values: dict[str, Any] = {}
     if of is not None:
-        values = {"rope_type": "llama3" if of.original_positions else "linear", "factor": of.factor}
+        kind = "yarn" if of.yarn else "llama3" if of.original_positions else "linear"
+        values = {"rope_type": kind, "factor": of.factor} | ({"truncate": False} if of.yarn else {})
         if of.original_positions:
-            values |= {"low_freq_factor": of.low_frequency, "high_freq_factor": of.high_frequency}
+            values |= dict(zip(_FREQUENCIES[kind], (of.low_frequency, of.high_frequency), strict=True))
             values |= {"original_max_position_embeddings": of.original_positions}
     parameters = {"rope_type": "default", **values, "rope_theta": config.rope_theta}
     return {"rope_theta": config.rope_theta, "rope_scaling": values or None, "rope_parameters": parameters}
@@ -77,9 +85,9 @@ def _read_windows(settings: Settings, *, absent: str, window: int | None) -> dic
     return {"layer_pattern": letters[:period], "window": window}
 
 
-def _window(settings: Settings) -> int | None:
+def _window(settings: Settings, absent: int = _WINDOW) -> int | None:
     """sliding_window; None where the file says null."""
-    return None if settings.values.get("sliding_window", _WINDOW) is None else settings.size("sliding_window", _WINDOW)
+    return None if settings.values.get("sliding_window", absent) is None else settings.size("sliding_window", absent)
 
 
 def _write_windows(config: DecoderConfig) -> dict[str, Any]:
@@ -119,6 +127,15 @@ def _write_qwen(config: DecoderConfig) -> dict[str, Any]:
         return values
     # max_window_layers is for versions of transformers that do not know layer_types.
     return values | {"max_window_layers": config.local_layers.index(True)} | _write_windows(config)
+
+
+def _read_gpt_oss(settings: Settings, fields: dict[str, Any]) -> dict[str, Any]:
+    """transformers scales rotary positions where the file does not say how; here it has to say so."""
+    if not settings.table("rope_scaling") and not settings.table("rope_parameters"):
+        settings.refuse("rope_parameters", "rotary settings that the file has, as rope_parameters or rope_scaling,")
+    settings, absent = Settings(settings.path, {"rope_theta": 150_000.0, **settings.values}), "lg" * fields["layers"]
+    windows = _read_windows(settings, absent=absent[: fields["layers"]], window=_window(settings, 128))
+    return _read_gated(settings, fields) | windows
 
 
 def _read_gemma3(settings: Settings, fields: dict[str, Any]) -> dict[str, Any]:
@@ -195,6 +212,20 @@ def _fused_experts(config: DecoderConfig) -> Tensors:
     tensors: Tensors = {name: parts for name, parts in _gated_tensors(config).items() if "{expert}" not in name}
     down = Stored(f"{path}.down.weight", "e D f", "e f D")
     return tensors | {f"{experts}.gate_up_proj": (gate, up), f"{experts}.down_proj": (down,)}
+
+
+def _gpt_oss_tensors(config: DecoderConfig) -> Tensors:
+    """The experts of a layer lie in one tensor, columns of gate and up by turns."""
+    path, layer = "layers.feed_forward", "model.layers.{layer}"
+    tensors: Tensors = {name: parts for name, parts in _gated_tensors(config).items() if ".mlp." not in name}
+    tensors[f"{layer}.self_attn.sinks"] = (Stored("layers.attention.sinks", "N", "N"),)
+    tensors |= files.linear(f"{layer}.mlp.router", f"{path}.router", ("e D", "D e", "e"), True)
+    for of, end, axes in (("weight", "", "D "), ("bias", "_bias", "")):
+        parts = (Stored(f"{path}.{name}.{of}", f"e {axes}(f 2)", f"e {axes}f", part) for part, name in enumerate(("gate", "up")))
+        tensors[f"{layer}.mlp.experts.gate_up_proj{end}"] = tuple(parts)
+    tensors[f"{layer}.mlp.experts.down_proj"] = (Stored(f"{path}.down.weight", "e f D", "e f D"),)
+    tensors[f"{layer}.mlp.experts.down_proj_bias"] = (Stored(f"{path}.down.bias", "e D", "e D"),)
+    return tensors
 
 
 def _read_gpt_neox(settings: Settings, fields: dict[str, Any]) -> dict[str, Any]:
@@ -284,12 +315,14 @@ _EXPERTS = {
 _DECODER = functools.partial(Architecture, config=DecoderConfig, define=decoder.define)
 
 
-def _gated(name: str, *, reward_model: str = "", only: dict[str, tuple[Any, ...]], **of_family: Any) -> Architecture:
-    """An architecture with the tensors of Llama. Args: name: begins its classes; others: see Architecture."""
+def _gated(
+    name: str, *, reward_model: str = "", only: dict[str, tuple[Any, ...]], tensors: Any = _gated_tensors, **of_family: Any
+) -> Architecture:
+    """An architecture with the classes of Llama. Args: name: begins them; others: see Architecture."""
     return _DECODER(
         heads={f"{name}ForCausalLM": "language_model", reward_model or f"{name}ForSequenceClassification": "score"},
         only={"quantization_config": (None,), "partial_rotary_factor": (1.0, 1, None)} | only,
-        tensors=_gated_tensors,
+        tensors=tensors,
         prefix="model.",
         lm_head="lm_head.weight",
         ignored=r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
@@ -344,6 +377,21 @@ ARCHITECTURES: dict[str, Architecture] = {
         read_more=_read_gated,
         write_more=_write_rotary,
         others=_fused_experts,
+    ),
+    "gpt_oss": _gated(
+        "GptOss",
+        only={"hidden_act": ("silu",), "swiglu_alpha": (CLAMPED_GAIN,), "swiglu_limit": (CLAMPED_LIMIT,)},
+        fixed=dict(norm_top_k=True, activation=CLAMPED, ffn_bias=True, sinks=True),
+        keys=_gated_keys(kv_heads=8, head_size=64, max_positions=131072)
+        | {
+            "rms_norm_eps": Key("norm_epsilon", Settings.number, 1e-5),
+            "attention_bias": Key("qkv_bias out_bias", Settings.flag, True),
+            "num_local_experts": Key("experts", absent=128),
+            "num_experts_per_tok": Key("experts_per_token", absent=4),
+        },
+        read_more=_read_gpt_oss,
+        write_more=lambda config: _write_rotary(config) | _write_windows(config),
+        tensors=_gpt_oss_tensors,
     ),
     "olmo2": _gated(
         "Olmo2",

@@ -39,7 +39,9 @@ def assert_same_tensors(found: dict, expected: dict) -> None:
         np.testing.assert_array_equal(found[name], tensor, err_msg=name)
 
 
-@pytest.mark.parametrize("name", ["llama_untied", "qwen2_window", "gpt2", "gpt_neox_reward", "gemma3", "qwen3_moe", "olmo2"])
+@pytest.mark.parametrize(
+    "name", ["llama_untied", "qwen2_window", "gpt2", "gpt_neox_reward", "gemma3", "qwen3_moe", "gpt_oss", "olmo2"]
+)
 def test_export_gives_the_imported_files_back(tmp_path, name):
     config, params = load(path_of(name), (1, 2, 2) if name in ("llama_untied", "gpt2", "qwen3_moe") else (1, 1, 1))
     original = json.loads((path_of(name) / "config.json").read_text())
@@ -243,7 +245,7 @@ def test_products_are_what_merging_adds(tmp_path, name, lora):
     "name, lora",
     [
         (name, lora)
-        for name in ("llama_untied", "qwen2", "qwen3", "qwen3_moe", "olmo2", "gpt2", "gpt_neox", "gemma3")
+        for name in ("llama_untied", "qwen2", "qwen3", "qwen3_moe", "gpt_oss", "olmo2", "gpt2", "gpt_neox", "gemma3")
         for lora in (EVERYWHERE, TWO_OF_THREE)
     ]
     + [("llama_untied", WITH_HEAD), ("gpt_neox", WITH_HEAD)],

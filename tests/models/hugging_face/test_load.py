@@ -31,6 +31,7 @@ VARIANTS = (
         "qwen2_untied",
         "qwen3_biased",
         "qwen3_moe_plain",
+        "gpt_oss_plain",
         "olmo2_biased",
         "gpt2_relu",
         "gpt_neox_sequential",
@@ -88,7 +89,9 @@ def test_random_models_equal_torch(torch, tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    "name, sizes", [("llama_untied", (1, 4, 2)), ("gpt2", (4, 2, 1)), ("qwen3_moe", (1, 4, 2)), ("olmo2", (1, 2, 2))], ids=str
+    "name, sizes",
+    [("llama_untied", (1, 4, 2)), ("gpt2", (4, 2, 1)), ("qwen3_moe", (1, 4, 2)), ("gpt_oss", (1, 2, 2)), ("olmo2", (1, 2, 2))],
+    ids=str,
 )
 def test_every_mesh_reads_the_same_parameters(name, sizes):
     config, expected = load(path_of(name))

@@ -34,7 +34,20 @@ def refused(folder: Path, settings: dict, sentence: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["llama_untied", "mistral", "qwen2", "qwen3", "qwen3_moe", "olmo2", "gemma3", "gpt2", "gpt_neox", "bert_classifier"]
+    "name",
+    [
+        "llama_untied",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "qwen3_moe",
+        "gpt_oss",
+        "olmo2",
+        "gemma3",
+        "gpt2",
+        "gpt_neox",
+        "bert_classifier",
+    ],
 )
 def test_every_key_is_checked(tmp_path, name):
     folder = copy_of(name, tmp_path)
@@ -81,6 +94,10 @@ def test_every_key_is_checked(tmp_path, name):
         ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window=True is not supported"),
         ("qwen3_moe", {"num_experts": 3_000_000}, "experts=3000000 must be 2 to 4096"),
         ("qwen3_moe", {"num_experts_per_tok": 7}, "experts=6 .* 1 to 6, not model.experts_per_token=7"),
+        ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit=5.0 is not supported; .* computes swiglu_limit=7.0 only"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config={'quant_method': 'mxfp4'} is not"),
+        ("gpt_oss", {"rope_parameters": None}, "rope_parameters=None is not supported; .* rotary settings that the file has"),
+        ("gpt_oss", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type='yarn' with truncate=False"),
         ("gpt_neox_reward", {"id2label": ["a"]}, r"id2label=\['a'\] must be an object"),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
