@@ -127,10 +127,11 @@ def test_splash_compiles_for_tpus_from_a_process_without_one():
     for H, dtype in ((64, jnp.bfloat16), (128, jnp.float32), (256, jnp.bfloat16)):
         shapes = [jax.ShapeDtypeStruct((4, 1030, heads, H), dtype, sharding=sharding.rows_sharding(mesh)) for heads in (8, 2, 2)]
 
-        def loss(*qkv):
-            return attention.attend(*qkv, None, causal=True, kernel="auto").astype(jnp.float32).sum()
+        def loss(*qkv, sinks):
+            return attention.attend(*qkv, None, causal=True, kernel="auto", sinks=sinks).astype(jnp.float32).sum()
 
-        program = sharding.on_mesh(mesh, jax.jit(jax.grad(loss, argnums=(0, 1, 2)))).lower(*shapes).compile()
+        sinks = jax.ShapeDtypeStruct((8,), dtype, sharding=sharding.replicated(mesh)) if H == 64 else None
+        program = sharding.on_mesh(mesh, jax.jit(jax.grad(loss, argnums=(0, 1, 2)))).lower(*shapes, sinks=sinks).compile()
         assert "splash_mha_dkv" in program.as_text()
         scores = 4 // 2 * 8 // 2 * 1030 * 1030 * 4
         assert program.memory_analysis().temp_size_in_bytes < scores
