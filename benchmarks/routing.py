@@ -9,10 +9,11 @@ rows of two updates have not been drawn, so that engines differ in their speed a
 has one run of each arm and engine; `again` is float32 with another seed, so it shows what chance does. All arms have one learning
 rate.
 
-Snapshots are evaluated afterwards, in float32. The second table compares experts on worked examples of the demo's sums, drawn by
-another seed than the warm start's: the share of tokens and layers where an engine chooses another set of experts than the learner
-would, and of tokens where it does in any layer; of the warm starts, and of the last policies of the first arm on float32 rows.
-Finished runs are kept, so the command resumes where it was stopped. It writes workdir/routing.json and workdir/routing.png.
+Snapshots are evaluated afterwards, in float32. The last column is the mean over a run's evaluations, less that of the arm's run
+in float32 from the same start. The second table compares experts on worked examples of the demo's sums, drawn by another seed
+than the warm start's: the share of tokens and layers where an engine chooses another set of experts than the learner would, and
+of tokens where it does in any layer; of the warm starts, and of the last policies of the first arm on float32 rows. Finished
+runs are kept, so the command resumes where it was stopped. It writes workdir/routing.json and workdir/routing.png.
 """
 
 import concurrent.futures
@@ -183,12 +184,15 @@ def main(argv: Sequence[str]) -> None:
     side_by_side.evaluate_afterwards([run.job(root) for run in runs])
     curves = {run: summary.curve(run.job(root).workdir) for run in runs}
     steps = list(curves[runs[0]])
-    summary.table("objective", "searcher", "staleness", *(f"accuracy at {step}" for step in steps), "less that of float32")
+    summary.table("objective", "searcher", "staleness", *(f"accuracy at {step}" for step in steps), "mean, less float32's")
     for arm in _ARMS.value:
         for engine in _ENGINES.value:
             of = [curves[Run(arm, engine, start)] for start in starts]
-            own = [curves.get(Run(arm, "float32", start), {}).get(steps[-1], np.nan) for start in starts]
-            apart = [curve[steps[-1]] - other for curve, other in zip(of, own, strict=True)]
+            own = [curves.get(Run(arm, "float32", start), {}) for start in starts]
+            apart = [
+                np.mean([curve[step] - other.get(step, np.nan) for step in steps[1:]])
+                for curve, other in zip(of, own, strict=True)
+            ]
             ages = [staleness(Run(arm, engine, start).job(root).workdir) for start in starts]
             summary.row(
                 arm,
