@@ -150,7 +150,6 @@ def check_policy(config: Any, policy: Policy, tokenizer: Tokenizer, found: Mista
         )
         heads = f"model.attention=cudnn takes heads of a multiple of 8 up to 128, the model's are {model.head_size}"
         found.require(attention.cudnn_takes(model.head_size), heads)
-        found.require(not model.sinks, "model.attention=cudnn computes no attention sinks, which the model has")
     found.attempt(check_stop_strings, task.stop_strings, tokenizer)
     found.attempt(check_stop_strings, task.step_ends, tokenizer, setting="task.step_ends", special=False)
     total = task.prompt_length + task.response_length

@@ -93,8 +93,9 @@ def rotary_frequencies(size: int, theta: float, scaling: RopeScaling | None) -> 
     elif scaling is not None and scaling.yarn:
         # The elements, not whole, of which the original positions are so many turns.
         turns = np.array([scaling.high_frequency, scaling.low_frequency])
-        low, high = np.clip(np.log(scaling.original_positions / (2 * np.pi * turns)) * size / (2 * np.log(theta)), 0, size - 1)
-        kept = 1 - np.clip((np.arange(size // 2) - low) / (high - low), 0.0, 1.0)
+        low, high = np.log(scaling.original_positions / (2 * np.pi * turns)) * size / (2 * np.log(theta))
+        low, high = max(low, 0), min(high, size - 1)
+        kept = 1 - np.clip((np.arange(size // 2) - low) / (high - low or 0.001), 0.0, 1.0)
         frequency = frequency * (kept + (1 - kept) / scaling.factor)
     elif scaling is not None:
         turns = scaling.original_positions * frequency / (2 * np.pi)
@@ -111,7 +112,7 @@ def rotary(positions: jax.Array, config: DecoderConfig, *, local: bool) -> Rotar
     if local and config.local_rope_theta:
         theta, scaling = config.local_rope_theta, None
     angle = positions.astype(jnp.float32)[:, None, None] * rotary_frequencies(size, theta, scaling)
-    length = 1 + math.log(scaling.factor) / 10 if scaling is not None and scaling.yarn else 1.0
+    length = 1 + math.log(max(scaling.factor, 1)) / 10 if scaling is not None and scaling.yarn else 1.0
     return length * jnp.cos(angle), length * jnp.sin(angle)
 
 
@@ -209,11 +210,14 @@ def _attend_xla(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Ar
     key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
     scores = jnp.einsum("BGxH,BGSH->BGxS", query, key, preferred_element_type=jnp.float32) * (1 / math.sqrt(H))
     scores = jnp.where(mask[:, None, None], scores.reshape(B, G, N // G, T, S), MASKED)
-    if sinks is not None:
-        sink = jnp.broadcast_to(sinks.astype(jnp.float32).reshape(G, N // G, 1, 1), (*scores.shape[:-1], 1))
-        scores = jnp.concatenate([scores, sink], axis=-1)
-    weights = jax.nn.softmax(scores, axis=-1)[..., :S].astype(value.dtype)
-    attended = jnp.einsum("BGxS,BGSH->BGxH", weights.reshape(B, G, -1, S), value)
+    if sinks is None:
+        weights = jax.nn.softmax(scores, axis=-1)
+    else:
+        sinks = sinks.astype(jnp.float32).reshape(G, N // G, 1, 1)
+        largest = jax.lax.stop_gradient(jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), sinks))
+        weights = jnp.exp(scores - largest)
+        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(sinks - largest))
+    attended = jnp.einsum("BGxS,BGSH->BGxH", weights.astype(value.dtype).reshape(B, G, -1, S), value)
     return attended.reshape(B, G, N // G, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
 
@@ -259,7 +263,7 @@ def _splash_here(
     padded = blocks * size
     # The kernel does not divide scores. In bfloat16, a factor that is rounded would change all of them alike.
     query = (query.astype(jnp.float32) / math.sqrt(H)).astype(query.dtype)
-    arrays: list[Any] = [jnp.pad(x.swapaxes(1, 2), ((0, 0), (0, 0), (0, padded - T), (0, 0))) for x in (query, key, value)]
+    arrays = [jnp.pad(x.swapaxes(1, 2), ((0, 0), (0, 0), (0, padded - T), (0, 0))) for x in (query, key, value)]
     if segments is not None:
         segments = jnp.pad(segments, ((0, 0), (0, padded - T)), constant_values=_PADDING)
 
@@ -274,8 +278,8 @@ def _splash_here(
         ids = None if segments is None else kernels.SegmentIds(segments, segments)
         return jax.vmap(kernel, in_axes=(0, 0, 0, 0, None))(query, key, value, ids, sinks)
 
-    arrays += [segments, sinks]
-    attended = _full_precision(by_row, *arrays) if query.dtype == jnp.float32 else by_row(*arrays)
+    exactly = _full_precision if query.dtype == jnp.float32 else lambda function, *args: function(*args)
+    attended = exactly(by_row, *arrays, segments, sinks)
     return attended[:, :, :T].swapaxes(1, 2)
 
 

@@ -12,7 +12,7 @@ ACTIVATIONS = {
     "relu": ("relu",),
 }
 
-# gpt-oss: g σ(1.702 g) (u + 1) of the gate g, at most the limit, and of u within ± the limit. config.json names it otherwise.
+# The activation of gpt-oss, see layers.clamped; its config.json says silu.
 CLAMPED, CLAMPED_GAIN, CLAMPED_LIMIT = "clamped", 1.702, 7.0
 
 # Name in config.json -> name in ACTIVATIONS.
@@ -49,8 +49,8 @@ class DecoderConfig:
       from the first; 0: all. parallel_residual: attention and feed-forward both read the layer's input (GPT-NeoX).
     experts: of each layer, in the place of its feed-forward, each of width ffn; 0: there are none. experts_per_token: those that
       a token goes through. norm_top_k: the weights of a token's experts are divided by their sum.
-    activation: a name of ACTIVATIONS, or CLAMPED with a gate. gated: the feed-forward is down(act(gate(x)) * up(x)), otherwise
-      down(act(up(x))).
+    activation: a name of ACTIVATIONS. gated: the feed-forward is down(act(gate(x)) * up(x)), otherwise down(act(up(x))). With
+      CLAMPED, which needs a gate, it is down(layers.clamped(gate(x), up(x))).
     qkv_bias, out_bias, ffn_bias: whether these linear maps have a bias; ffn_bias: routers, too. sinks: each query head has a
       learned score that takes part in its softmaxes, and no value (gpt-oss). qk_norm: queries and keys are normalised,
       each head by itself ("head", Qwen3) or all heads of a token together ("token", OLMo 2); "": they are not.
@@ -118,6 +118,8 @@ class DecoderConfig:
             )
         if (self.experts or self.activation == CLAMPED) and not self.gated:
             raise ValueError(f"experts={self.experts} and activation={self.activation!r} have a gate, not gated=False")
+        if self.sinks and self.attention == "cudnn":
+            raise ValueError(f"attention=cudnn computes no sinks, which {self.architecture} has: use auto or xla")
 
     @property
     def local_layers(self) -> tuple[bool, ...]:

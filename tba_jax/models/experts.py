@@ -139,9 +139,11 @@ def _here(
         else:
             y = _by_block(x.reshape(-1, block, x.shape[1]), of_experts, expert_of, jnp.sum(blocks)).reshape(places, -1)
         scale, bias = of_outputs[number], of_outputs[3 + number]
-        if scale is not None:
-            y = (y.astype(jnp.float32) * by_place(scale)).astype(y.dtype)
-        return y if bias is None else y + by_place(bias.astype(y.dtype))
+        if scale is None and bias is None:
+            return y
+        exact = y.astype(jnp.float32)  # so the gradient of a bias, a sum over rows, is one of float32
+        exact = exact if scale is None else exact * by_place(scale)
+        return (exact if bias is None else exact + by_place(bias.astype(jnp.float32))).astype(y.dtype)
 
     rows = x.at[token].get(mode="fill", fill_value=0)
     y = product(gate_by(activation, product(rows, gate, 0), product(rows, up, 1)), down, 2)

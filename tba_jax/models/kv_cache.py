@@ -374,14 +374,11 @@ def attend_in_two_parts(
     if itself is not None:
         scores = jnp.einsum("BGnH,BGH->BGn", query, itself[0], preferred_element_type=jnp.float32) * scale
         largest = jnp.maximum(largest, scores)
-    if sinks is not None:
-        sinks = sinks.astype(jnp.float32).reshape(G, n)
-        largest = jnp.maximum(largest, sinks)
     prompt_weights = jnp.exp(prompt_scores - _by_group(largest, J)[..., None])
     own_weights = jnp.exp(own_scores - largest[..., None])
     total = _by_row(jnp.sum(prompt_weights, axis=-1)) + jnp.sum(own_weights, axis=-1)
     if sinks is not None:
-        total = total + jnp.exp(sinks - largest)
+        total = total + jnp.exp(sinks.astype(jnp.float32).reshape(G, n) - largest)  # infinite: the weights of the others are 0
     of_prompt = product("JGxS,JGSH->JGxH", prompt_weights.reshape(J, G, W * n, S).astype(dtype), prompt_values)
     own_weights = own_weights.astype(dtype).reshape(B, G // together, together * n, -1)
     attended = _by_row(of_prompt.reshape(J, G, W, n, H)) + _apart(product("BGnR,BGRH->BGnH", own_weights, own_values), together)

@@ -37,12 +37,15 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 _LEVELS = 127  # int8 values on either side of 0
 
 
-def gate_by(activation: str, gate: jax.Array, up: jax.Array) -> jax.Array:
-    """act(gate) · up, elementwise. Args: activation: a name of ACTIVATIONS, or config.CLAMPED."""
-    if activation != CLAMPED:
-        return ACTIVATIONS[activation](gate) * up
+def clamped(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """g σ(1.702 g) (u + 1), elementwise, of g = min(gate, 7) and u = up within ±7."""
     gate, up = jnp.minimum(gate, CLAMPED_LIMIT), jnp.clip(up, -CLAMPED_LIMIT, CLAMPED_LIMIT)
     return gate * jax.nn.sigmoid(CLAMPED_GAIN * gate) * (up + 1)
+
+
+def gate_by(activation: str, gate: jax.Array, up: jax.Array) -> jax.Array:
+    """act(gate) · up, elementwise, or clamped(gate, up). Args: activation: a name of ACTIVATIONS, or CLAMPED."""
+    return clamped(gate, up) if activation == CLAMPED else ACTIVATIONS[activation](gate) * up
 
 
 def full_precision(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -141,7 +141,7 @@ def shares_prompts(model: DecoderConfig, mesh: Mesh) -> bool:
     """Whether rows of equal prompts are scored with one prompt on a mesh: splash reads no sequence but a token's own."""
     platform = mesh.devices.flat[0].platform
     chosen = model.attention == "auto"
-    kernel = attention.fastest(platform, model.compute_dtype, model.head_size, sinks=model.sinks) if chosen else model.attention
+    kernel = attention.fastest(platform, model.compute_dtype, model.head_size) if chosen else model.attention
     return kernel != "splash"
 
 

@@ -120,11 +120,16 @@ def test_blocks_that_are_not_used_are_skipped_and_none_keeps_the_head():
 
 @pytest.mark.parametrize(
     "name, kernel",
-    [("parallel residual, partial rotary", "xla"), ("norms after", "xla"), ("local and global layers", "splash")],
+    [
+        ("parallel residual, partial rotary", "xla"),
+        ("norms after", "xla"),
+        ("local and global layers", "splash"),
+        ("gpt-oss", "xla"),
+    ],
 )
 def test_meshes_give_the_loss_and_gradients_of_one_device(name, kernel):
     """The tensor axis does not divide the vocabulary, which therefore stays whole."""
-    config = dataclasses.replace(CONFIGS[name], tied_embedding=False, vocab=41, layers=2 if kernel == "splash" else 1)
+    config = dataclasses.replace(CONFIGS[name], tied_embedding=False, vocab=41, layers=2 if CONFIGS[name].window else 1)
     params, rows = random_params(config), random_rows(16, 5, 7, 40)
     settings = dict(logit_bytes=3 * BYTES_PER_STEP, remat="full", config=config)
     expected = score_and_gradient(params, rows, **settings)

@@ -84,7 +84,7 @@ def products(jaxpr, times: int = 1) -> int:
 
 
 @pytest.mark.parametrize(
-    "name", ["grouped, tied", "multi-head, untied", "learned positions", "local and global layers", "experts"]
+    "name", ["grouped, tied", "multi-head, untied", "learned positions", "local and global layers", "experts", "gpt-oss"]
 )
 def test_products_of_a_traced_model(monkeypatch, name):
     config = dataclasses.replace(tiny_decoders.CONFIGS[name], attention="xla")

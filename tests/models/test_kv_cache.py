@@ -103,6 +103,23 @@ def test_prefill_and_decode_steps_equal_whole_sequences(name, form):
         np.testing.assert_allclose(logits, expected[:, t + 1], **rounding)
 
 
+def test_prefill_goes_on_from_what_is_kept():
+    """With sinks and a window that is shorter than the prompts."""
+    config = CONFIGS["gpt-oss"]
+    (prompts, responses), plain = random_rows(), random_params(config)
+    params, kept = unstack(plain, config=config), np.array([1, 2], np.int32)
+    _, cache = prefill(params, prompts[:, :2], kept, config=config)
+    room = jax.tree.map(lambda x: np.pad(x, ((0, 0), (0, 0), (0, P - 2), (0, 0)), constant_values=50.0), cache)
+    after = np.stack([row[n : n + P - 1] for row, n in zip(np.pad(prompts, ((0, 0), (0, P))), kept, strict=True)])
+
+    @jax.jit
+    def go_on(params: Params, cache: kv_cache.Cache) -> tuple[jax.Array, kv_cache.Cache]:
+        return kv_cache.prefill_after(applied.unstacked(params, config), after, kept, PROMPT_LENGTH, cache)
+
+    logits, _ = go_on(params, room)
+    np.testing.assert_allclose(logits, whole_logits(plain, config, prompts, responses)[::W, 0], **ROUNDING)
+
+
 def test_bfloat16_computes_in_bfloat16_and_gives_float32_logits():
     config = dataclasses.replace(GROUPED, compute_dtype="bfloat16")
     prompts, responses = random_rows()

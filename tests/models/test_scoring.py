@@ -137,9 +137,11 @@ def test_packed_rows_are_scored_as_each_by_itself(score_tokens, sizes, shares):
 
 
 @pytest.mark.parametrize(
-    "changes", [dict(positions="learned"), dict(layer_pattern="lg", window=4, local_rope_theta=100.0)], ids=str
+    "changes",
+    [dict(positions="learned"), dict(layer_pattern="lg", window=4, local_rope_theta=100.0), dict(sinks=True)],
+    ids=str,
 )
-def test_positions_and_windows_go_on_from_a_shared_prompt(changes):
+def test_positions_windows_and_sinks_go_on_from_a_shared_prompt(changes):
     model, rows = dataclasses.replace(SCORED, **changes), scored_rows(20)
     without, expected = scored_alone(rows), scored_alone(rows, model)
     assert not np.allclose(expected, without, atol=0.01), "the change matters"

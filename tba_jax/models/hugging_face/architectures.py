@@ -133,7 +133,8 @@ def _read_gpt_oss(settings: Settings, fields: dict[str, Any]) -> dict[str, Any]:
     """transformers scales rotary positions where the file does not say how; here it has to say so."""
     if not settings.table("rope_scaling") and not settings.table("rope_parameters"):
         settings.refuse("rope_parameters", "rotary settings that the file has, as rope_parameters or rope_scaling,")
-    settings, absent = Settings(settings.path, {"rope_theta": 150_000.0, **settings.values}), "lg" * fields["layers"]
+    absent, others = "lg" * fields["layers"], {"rope_theta": 150_000.0, "max_position_embeddings": fields["max_positions"]}
+    settings = Settings(settings.path, {**others, **settings.values})
     windows = _read_windows(settings, absent=absent[: fields["layers"]], window=_window(settings, 128))
     return _read_gated(settings, fields) | windows
 
