@@ -123,7 +123,8 @@ def main(argv: Sequence[str]) -> None:
     # Seed by seed, so that a study that is stopped is one of fewer seeds.
     of_recipe = [(start, 1 + seed) for seed in range(_SEEDS.value) for start in range(1, _STARTS.value + 1)]
     runs: dict[Run, dict[str, Any]] = {Run("recipe", *each, rate): {} for each in of_recipe}
-    runs |= {Run(arm, *each, rate): own for each in of_recipe[:SWEEP_RUNS] for arm, own in arms.items()}
+    compared = of_recipe[:SWEEP_RUNS]
+    runs |= {Run(arm, *each, rate): own for each in compared for arm, own in arms.items()}
     found = measured(root, made, runs)
     curves = {arm: [curve for run, curve in found.items() if run.arm == arm] for arm in arms}
     steps = sorted(set().union(*found.values()))
@@ -136,6 +137,8 @@ def main(argv: Sequence[str]) -> None:
         summary.row(arm, f"{len(of_arm)}", *scores, gain, paired, f"{sum(max(curve) < _STEPS.value for curve in of_arm)}")
     print(f"\n{_STEPS.value} updates at a learning rate of {rate:g}; greedy accuracy on problems of held-out templates")
     (root / "word_problems.json").write_text(json.dumps([{**run._asdict(), "accuracy": found[run]} for run in found], indent=1))
+    if _SWEEPS.value:  # from the starts that the sweeps have
+        curves = {arm: [curve for run, curve in found.items() if run.arm == arm and run[1:3] in compared] for arm in arms}
     panels = {name: {arm: curves[arm] for arm in arms if arm.split("=")[0] in ("recipe", name)} for name in _SWEEPS.value or [""]}
     summary.plot(root / "word_problems.png", panels, across="updates", up="held-out greedy accuracy")
 
