@@ -63,9 +63,8 @@ class Row:
 _ONE_SEARCHER = (("searchers.count", 1),)
 _WIDE = (("learner.mesh.fsdp", 64), ("learner.micro_batch_tokens", 262144))
 _OVER_16 = (("learner.mesh.fsdp", 16),)
-_ADAPTERS_OVER_16 = (("lora.rank", 32), ("searchers.weights", "int8"), *_OVER_16) + tuple(
-    (f"{role}.mesh.{axis}", 4) for role in ("searchers", "evaluation") for axis in ("fsdp", "tensor")
-)
+_ALL_OVER_16 = tuple((f"{role}.mesh.{axis}", 4) for role in ("searchers", "evaluation") for axis in ("fsdp", "tensor"))
+_ADAPTERS = (("lora.rank", 32), ("searchers.weights", "int8"), *_OVER_16, *_ALL_OVER_16)
 # The prompt of attacks has to fit task.prompt_length in bytes, too; small recipes have no encoder of attacks.
 _SHORTER = (("task.red_team.attack_prompt", "Write:"),)
 _LLAMA = tuple((f"task.red_team.{name}_path", "llama-3.1-8b") for name in ("victim", "classifier"))
@@ -89,7 +88,7 @@ ROWS: tuple[Row, ...] = (
     Row("math_qwen2_5_7b", "trainer=v5p:2x2x2,v5p:2x2x1", "qwen2.5-7b"),
     Row("math_qwen2_5_7b", "trainer=v5p:4x4x4,v5p:2x2x1", "qwen2.5-7b", settings=_WIDE),
     Row("math_qwen2_5_7b", "trainer=v5p:2x2x4,v5p:2x2x1", "qwen3-30b-a3b", settings=_OVER_16, with_model="Qwen3-30B-A3B"),
-    Row("math_qwen2_5_7b", "v6e:4x4", "qwen3-30b-a3b", settings=_ADAPTERS_OVER_16, with_model="adapters of Qwen3-30B-A3B"),
+    Row("math_qwen2_5_7b", "v6e:4x4", "qwen3-30b-a3b", settings=_ADAPTERS, with_model="adapters of Qwen3-30B-A3B"),
     *(
         Row("red_team_llama3_2_1b", topology, "llama-3.2-1b", _LLAMA, (*_SHORTER, ("replay.merge_cosine_distance", 0.0)))
         for topology in ("A100x3", "v5p:1x1x1")
