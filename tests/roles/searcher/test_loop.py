@@ -141,7 +141,8 @@ def no_reward(scores: Scores) -> Scores:
 def test_a_searcher_without_rewards_says_so_writes_little_and_gives_up_or_goes_on(quick, monkeypatch, failures):
     monkeypatch.setattr(loop, "FIRST_PAUSE", 0.05)
     patience = 0.3 if failures == 1000 else 60.0
-    s, made = quick(task=lambda task: Held(task, *[no_reward] * failures), searchers__give_up_seconds=patience)
+    own = dict(searchers__give_up_seconds=patience, searchers__reward_batches=2)  # 32 would be under way on a slow machine
+    s, made = quick(task=lambda task: Held(task, *[no_reward] * failures), **own)
     gives_up = pytest.raises(NoRewards, match=r"no row has a reward: (\d+) of \1 failed, KeyError: 'x'")
     with gives_up if failures == 1000 else contextlib.nullcontext():
         run_searcher(s, made, lambda: finish(s) if committed(s) >= 9 * ROWS else None)
