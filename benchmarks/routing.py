@@ -190,7 +190,7 @@ def main(argv: Sequence[str]) -> None:
             of = [curves[Run(arm, engine, start)] for start in starts]
             own = [curves.get(Run(arm, "float32", start), {}) for start in starts]
             apart = [
-                np.mean([curve[step] - other.get(step, np.nan) for step in steps[1:]])
+                float(np.mean([curve[step] - other.get(step, np.nan) for step in steps[1:]]))
                 for curve, other in zip(of, own, strict=True)
             ]
             ages = [staleness(Run(arm, engine, start).job(root).workdir) for start in starts]
