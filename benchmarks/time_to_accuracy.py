@@ -18,7 +18,10 @@ beside it, and nothing is subtracted there.
 
 The learning rate of an arm is one of RATES: that of the best mean score over the evaluated snapshots of one run of the same
 updates, without latency, by a seed of its own. The held-out queries are those of the results, a bias that is alike for all arms.
-It prints for each regime and arm the updates to the threshold, linear between snapshots, the seconds from the first update XX
+It prints for each regime and arm the updates to the threshold, linear between snapshots, the seconds from the first update until
+then, the rows that were rewarded until then, the seconds of an update (the mean of the second half of a run, in which little is
+compiled), and
+
     speed-up = (seconds per update in turn / asynchronous) × (updates to the threshold in turn / asynchronous)
 
 with mean and standard deviation of each factor over warm starts × seeds, paired by both. Runs that are done are not made again.
