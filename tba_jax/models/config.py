@@ -119,7 +119,7 @@ class DecoderConfig:
         if (self.experts or self.activation == CLAMPED) and not self.gated:
             raise ValueError(f"experts={self.experts} and activation={self.activation!r} have a gate, not gated=False")
         if self.sinks and self.attention == "cudnn":
-            raise ValueError(f"attention=cudnn computes no sinks, which {self.architecture} has: use auto or xla")
+            raise ValueError(f"model.attention=cudnn computes no attention sinks, which {self.architecture} has: use auto or xla")
 
     @property
     def local_layers(self) -> tuple[bool, ...]:
