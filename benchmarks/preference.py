@@ -59,6 +59,7 @@ SIZES = {
     "searchers.samples_per_query": 8,
     "replay.recent_probability": 1.0,
     "replay.recent_window": 1,
+    "replay.strategy": "uniform",
     "replay.min_rows": 0,
     "replay.merge_duplicates": False,
     "learner.queries": 8,
@@ -127,7 +128,7 @@ def job(root: Path, arm: Arm, seed: int, *, model: Path, made: preference_data.M
         "learner.beta_end": arm.beta,
     }
     if arm.recent is not None:
-        settings["replay.recent_probability"] = arm.recent
+        settings |= {"replay.recent_probability": arm.recent, "replay.strategy": "softmax"}
     name = f"{_STEPS.value}-updates-lag{_LAG.value}/{arm.name}-seed{seed}"
     return side_by_side.Job(root=root, name=name, recipe=RECIPE, settings=settings)
 
