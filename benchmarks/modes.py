@@ -1,7 +1,7 @@
 """More searchers, more modes? Real searchers whose rewards take a second a batch, for equal seconds, where p* is known exactly.
 
     python -m benchmarks.modes --workdir=runs/modes [--searchers=1,2,4,8] [--seconds=60] [--objectives=trajectory_balance,grpo@0]
-    python -m benchmarks.modes --workdir=runs/modes --variants=plain,merged,softmax --objectives=trajectory_balance
+    python -m benchmarks.modes --workdir=runs/modes --variants=plain,softmax,merged_softmax --objectives=trajectory_balance
     python -m benchmarks.modes --workdir=runs/modes --part=sparse
 
 A response is three letters, and 16 planted texts are worth 1 (benchmarks/slow_tasks.py). The warm start imitates letters of
@@ -16,11 +16,11 @@ the modes. Nothing of this is sampled.
 A searcher decodes a batch while its last one waits for its rewards, so that n searchers make n batches a second as long as the
 cores can. Searchers begin together, and a run ends --seconds after its first update; measured is its newest snapshot then. The
 trainer has a core of its own and does not wait: half of its updates draw recent rows, half any row, uniformly or, in the variant
-softmax, by reward. The first of --objectives is run with every number of searchers and in every variant, the others with the
-least and the largest. Each objective has the learning rate of RATES with the least TV, or where its β is not that of p* the most
-mass, in the first variant with two searchers and a seed of its own. Rates are chosen by what is reported, of the same prompt: a
-bias that is alike for all objectives, and favours the first variant and two searchers. `not finite` counts the runs that ended
-early because they met such numbers.
+softmax, by reward; merged keeps each text once in the window. The first of --objectives is run with every number of searchers and
+in every variant, the others with the least and the largest. Each objective has the learning rate of RATES with the least TV, or
+where its β is not that of p* the most mass, in the first variant with two searchers and a seed of its own. Rates are chosen by
+what is reported, of the same prompt: a bias that is alike for all objectives, and favours the first variant and two searchers.
+`not finite` counts the runs that ended early because they met such numbers.
 
 `--part=sparse` plants one text, which π_ref draws about once in 10,000 times, and asks for the seconds until a searcher draws it
 and until the policy gives it half of p*. Runs that are done are not made again. Runs have the machine to themselves. It writes
@@ -48,10 +48,12 @@ from tba_jax.storage import layout
 from tba_jax.storage.published import Published
 from tba_jax.telemetry import metrics
 
+_BY_REWARD = {"replay.strategy": "softmax", "replay.inverse_temperature": 6.0}
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "merged": {"replay.merge_duplicates": True},
-    "softmax": {"replay.strategy": "softmax", "replay.inverse_temperature": 6.0},
+    "softmax": _BY_REWARD,
+    "merged_softmax": {"replay.merge_duplicates": True, **_BY_REWARD},
 }
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for the runs.", required=True)
