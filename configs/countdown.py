@@ -1,7 +1,6 @@
 """Countdown: four numbers to a target, searched in the open, from a supervised warm start to TBA with two searchers.
 
-Paper:     the settings of its GSM8K row (m 0.95, k 2, T 0.7, β 0.012 to 0.004), at a size that runs on a laptop. The question of
-           its Table 5, K at equal batches: docs/studies.md.
+Paper:     the settings of its GSM8K row (m 0.95, k 2, T 0.7, β 0.012 to 0.004), at a size that runs on a laptop.
 Command:   python -m tba_jax.main --config=configs/countdown.py --workdir=runs/countdown
 Hardware:  2 CPU cores. Time: about 355 s of warm start and 395 s. Score: accuracy 0.45 -> 0.67 (measured, one seed,
            benchmarks/RESULTS.md).
