@@ -30,6 +30,8 @@ _JOBS = flags.DEFINE_integer("jobs", 0, "Runs side by side, each on its share of
 
 T = TypeVar("T")
 
+_LIFELINE = processes.Lifeline()
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
@@ -146,11 +148,6 @@ def share_cores(work: Callable[[T, Sequence[int]], object], items: Sequence[T], 
             raise
 
 
-def _on_cores(cores: Sequence[int]) -> list[str]:
-    """What a command begins with that is to run on these cores."""
-    return ["taskset", "--cpu-list", ",".join(map(str, cores))] if len(cores) < len(os.sched_getaffinity(0)) else []
-
-
 def in_turn(steps: int, lag: int) -> dict[str, Any]:
     """Settings of a run whose search and training take turns: each update has rows of `lag` updates before."""
     ages = {"schedule.mode": "interleaved", "schedule.lag": lag, "publish.keep": lag + 3}
@@ -165,13 +162,14 @@ def call(
     cores: Sequence[int],
     fine: Sequence[int] = (),
     until: Callable[[], bool] = lambda: False,
-    **more: Any,
+    env: Mapping[str, str] = os.environ,
+    cwd: Path = Path(),
 ) -> int:
-    """The exit code of `python -m words` with these settings, which is asked to stop once `until` holds: 0, or one of `fine`.
-    Raises RuntimeError: another one, see output."""
-    given = [f"--config.{leaf}={value}" for leaf, value in settings.items()]
-    command = [*_on_cores(cores), sys.executable, "-m", *words, *given]
-    with open(output, "w") as file, subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, **more) as process:
+    """The exit code of `python -m words` with these settings, which is asked to stop once `until` holds: 0, or one of `fine`. It
+    dies with this process. Raises RuntimeError: another code, see output."""
+    command = [sys.executable, "-m", *words, *(f"--config.{leaf}={value}" for leaf, value in settings.items())]
+    where: dict[str, Any] = dict(env={**env, **_LIFELINE.child_environment(tuple(cores))}, pass_fds=_LIFELINE.child_fds, cwd=cwd)
+    with open(output, "w") as file, subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, **where) as process:
         asked = False
         while process.poll() is None:
             if not asked and until():
