@@ -13,8 +13,9 @@ configs/tldr_pythia.py:410m but for SIZES and β; nothing is tuned for an object
 where it was stopped.
 
 It prints markdown tables: what each arm ends at, and the win rates at a KL of 2, 5 and 10 nats, on the line through the ends of
-an objective's βs (a dash: a start and seed has no end of less KL, or none of more). It draws workdir/preference.png, these lines
-where all starts and seeds have one, and workdir/overoptimisation.png: the gold reward against the proxy's, along the runs.
+an objective's βs (a dash: a start and seed has no end of less KL, or none of more), also less those of the first objective on the
+same starts and seeds. It draws workdir/preference.png, these lines where all starts and seeds have one, and
+workdir/overoptimisation.png: the gold reward against the proxy's, along the runs.
 """
 
 import itertools
@@ -163,24 +164,32 @@ def main(argv: Sequence[str]) -> None:
         scores = (summary.spread([run[-1][name] for run in of_arm], spec) for name, (_, spec) in FIGURES.items())
         summary.row(arm.line + f" ({early} ended early)" * bool(early), f"{arm.beta:g}", *scores)
     print()
-    summary.table("win rate of samples", *(f"at {nats:g} nats" for nats in NATS))
+    lines = list(dict.fromkeys(arm.line for arm in arms))
+    less = f"less {lines[0]}'s"
+    summary.table("win rate of samples", *(f"at {nats:g} nats" for nats in NATS), *(f"{less}, {nats:g}" for nats in NATS))
     panels: dict[str, dict[str, list[summary.Curve]]] = {"greedy": {}, "sampled": {}}
-    for line in dict.fromkeys(arm.line for arm in arms):
+    rates = dict[str, np.ndarray]()  # of a line: float[NATS, runs], paired by start and seed
+    for line in lines:
         of_line = [[run for (arm, *where), run in runs.items() if arm.line == line and where == [of, seed]] for seed, of in kinds]
         ends = [[run[-1] for run in found if run[-1]["step"]] for found in of_line]
-        rates = ([rate_at(nats, each, "sampled_win_rate_ties_half") for each in ends] for nats in NATS)
-        summary.row(line, *("–" if np.isnan(found).any() else summary.spread(found) for found in rates))
+        rates[line] = np.array([[rate_at(nats, each, "sampled_win_rate_ties_half") for each in ends] for nats in NATS])
+        cells = [*rates[line], *(rates[line] - rates[lines[0]])]
+        summary.row(line, *("–" if np.isnan(found).any() else summary.spread(found.tolist()) for found in cells))
         kls = [[end["kl_to_initial"] for end in each] for each in ends]
         if not all(kls) or (least := max(map(min, kls))) > (largest := min(map(max, kls))):
             continue
-        for kind, lines in panels.items():
+        for kind, drawn in panels.items():
             nats = np.linspace(least, largest, 12).tolist()
-            lines[line] = [{at: rate_at(at, each, f"{kind}_win_rate_ties_half") for at in nats} for each in ends]
+            drawn[line] = [{at: rate_at(at, each, f"{kind}_win_rate_ties_half") for at in nats} for each in ends]
+    by_seed = np.stack(list(rates.values()), 1).reshape(len(NATS), len(lines), _SEEDS.value, len(roots))
+    apart = np.diff(by_seed, axis=2)
     print(
-        f"\n{_STEPS.value} updates of rows that are {_LAG.value} updates old, {len(roots)} starts × {_SEEDS.value} seeds; ",
+        f"\n{_STEPS.value} updates of rows that are {_LAG.value} updates old, {len(roots)} starts × {_SEEDS.value} seeds. ",
         end="",
     )
-    print(f"this call took {time.monotonic() - begin:.0f} s")
+    print("Two seeds of a line and a start are ", end="")
+    told = (f"{np.nanmean(np.square(found)) ** 0.5:.3f} apart at {nats:g} nats" for nats, found in zip(NATS, apart, strict=True))
+    print(f"{', '.join(told)} (root mean square). This call took {time.monotonic() - begin:.0f} s.")
     for of, name in itertools.product(roots, preference_data.REWARD_MODELS):
         print(f"{of.name}, {name}: {made[of].pairs[name]} pairs, held-out pair accuracy {made[of].pair_accuracy[name]:.3f}")
     found = {f"{arm.name} {of.name} seed{seed}": run for (arm, of, seed), run in runs.items()}
