@@ -37,9 +37,7 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for the results.", requi
 _DATA = flags.DEFINE_string("data", None, "Folder of the model and the stories.", required=True)
 _ARMS = flags.DEFINE_list(
     "arms",
-    [f"{objective}@{beta}" for objective in ("trajectory_balance", "rloo") for beta in (0.03, 0.1, 0.4)]
-    + [f"online_dpo@{beta}" for beta in (0.4, 1.6, 6.0)]
-    + [f"trajectory_balance@{beta}@{recent}" for recent in (0.4, 0.5, 0.6) for beta in (0.03, 0.4)],
+    [f"trajectory_balance@{beta}" for beta in (0.03, 0.1, 0.4, 1.6)] + [f"online_dpo@{beta}" for beta in (0.1, 0.4, 6.0)],
     "OBJECTIVE@BETA[@M].",
 )
 _LAG = flags.DEFINE_integer("lag", 15, "Age of the rows, in updates.", lower_bound=0)
