@@ -220,10 +220,8 @@ def _scorer(opened: Opened) -> Callable[[trajectory.Rows, int], np.ndarray]:
         for name, column in {"row": "row", "query": "query_id", "reward": "reward"}.items():
             found[name] = rows[column]
         found["writer"], found["length"], found["log_ratio"] = writer, drawn.sum(axis=1), np.nan
-        drawn = off_policy.by_chance(rows, force_eos=contract.force_eos)
         sampled = scorer.logprobs(rows, temperature=opened.temperature)
-        # log w = Σ_t log π − log μ
-        found["log_weight"] = np.where(drawn, sampled - rows["behavior_logprobs"], 0.0).sum(axis=1, dtype=np.float64)
+        found["log_weight"] = off_policy.log_weight(rows, sampled, force_eos=contract.force_eos)
         if not _no_target(opened):
             same = opened.temperature == contract.scoring_temperature
             inputs = inputs_of(update.batch_from_rows(rows))

@@ -26,12 +26,26 @@ def unweighed(rows: Rows, writer: str, *, vocab_size: int) -> np.ndarray:
 
 
 def by_chance(rows: Rows, *, force_eos: bool) -> np.ndarray:
-    """bool[B, R]: the tokens that the policy drew, without an end that was forced, which had probability 1. Args: force_eos: of
-    the run's contract."""
+    """bool[B, R]: the tokens that a response owes to chance. With force_eos, of the run's contract, the last of R tokens is the
+    end whatever was drawn."""
     drawn = trajectory.trained(rows)
     if force_eos:
-        drawn[:, -1] &= rows["finished"]
+        drawn[:, -1] = False
     return drawn
+
+
+def log_weight(rows: Rows, logprobs: np.ndarray, *, force_eos: bool) -> np.ndarray:
+    """float64[B]: log w = log π − log μ of what was drawn, nats. A response whose end was forced drew anything but the end there,
+    with probability 1 − π(end): this, and not the response alone, decides `finished`, which rewards may read.
+
+    Args: logprobs: float32[B, R], log π of the tokens. force_eos: of the run's contract.
+    """
+    drawn, behavior = trajectory.trained(rows), rows["behavior_logprobs"]
+    change = np.where(drawn, logprobs - behavior, 0.0).astype(np.float64)
+    if force_eos:
+        others = (np.log(np.maximum(-np.expm1(end[:, -1]), np.finfo(np.float32).tiny)) for end in (logprobs, behavior))
+        change[:, -1] = np.where(drawn[:, -1] & ~rows["finished"], np.subtract(*others), change[:, -1])
+    return change.sum(axis=1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -65,8 +65,7 @@ def test_a_policy_is_weighed_as_it_is_sampled(untrained):
             estimate.open_policy(untrained.run.root, "0", temperature=temperature)
 
 
-def test_a_forced_end_has_no_weight(frozen, tmp_path):
-    """The end that a response without one gets is the policy's doing with probability 1, whatever its log-prob."""
+def test_a_forced_end_is_weighed_otherwise_than_one_that_was_drawn(frozen, tmp_path):
     s = frozen(tmp_path / "run", batches=2, task__force_eos=True)
     ((_, rows),) = frozen_runs.rows(s).items()
     forced = ~rows["finished"]

@@ -93,3 +93,44 @@ def test_queries_are_told_as_by_loops():
         assert found.rows[g] == mine.sum() and query[found.first[g]] == each
         np.testing.assert_allclose((found.mean[g], found.spread[g]), (reward[mine].mean(), reward[mine].std()))
         np.testing.assert_allclose(found.log_weight_std[g], log_ratio[mine].std())
+
+
+def outcomes(policy: np.ndarray) -> np.ndarray:
+    """P of each of `forced_rows` under first-token and second-token probabilities of end, a and b: float64[5]."""
+    first, second = policy
+    return np.concatenate([first[:1], *(first[i] * np.array([second[0], 1 - second[0]]) for i in (1, 2))])
+
+
+def forced_rows(behavior: np.ndarray) -> dict[str, np.ndarray]:
+    """What may come of two tokens of which the last is forced to be the end: the end at once; a or b, with the end drawn or not."""
+    first, second = np.log(behavior)
+    logprobs = [(first[0], 0.0), *((first[i], second[0]) for i in (1, 1, 2, 2))]
+    length, finished = np.array([1, 2, 2, 2, 2]), np.array([True, True, False, True, False])
+    return {
+        "response_length": length,
+        "policy_step": np.zeros((5, 2), np.int32),
+        "behavior_logprobs": np.array(logprobs, np.float32),
+        "finished": finished,
+    }
+
+
+MU, PI = np.array([[[0.2, 0.5, 0.3], [0.4, 0.5, 0.1]], [[0.1, 0.3, 0.6], [0.9, 0.05, 0.05]]])
+
+
+def test_a_forced_end_is_weighed_as_what_was_drawn():
+    """Every outcome in proportion to its probability gives the exact mean, of a reward that reads `finished` too."""
+    rows, reward = forced_rows(MU), np.array([0.3, 1.0, -1.0, 0.5, 2.0])
+    weight = np.exp(off_policy.log_weight(rows, forced_rows(PI)["behavior_logprobs"], force_eos=True))
+    np.testing.assert_allclose(weight, outcomes(PI) / outcomes(MU), rtol=1e-6)
+    np.testing.assert_allclose((outcomes(MU) * weight) @ reward, outcomes(PI) @ reward, rtol=1e-6)
+    as_drawn = off_policy.log_weight(rows, forced_rows(PI)["behavior_logprobs"], force_eos=False)
+    assert (as_drawn != np.log(weight)).tolist() == [False, False, True, False, True]
+
+
+def test_a_response_with_a_forced_end_counts_once_in_the_sum_over_responses():
+    """E[p̃(y) / μ(y)] is Σ p̃(y) over all responses, whether their end was drawn or forced."""
+    rows = forced_rows(MU)
+    target = np.exp(forced_rows(PI)["behavior_logprobs"].sum(axis=1))  # p̃ of a row, its end included, at rewards of 0
+    drawn = np.where(off_policy.by_chance(rows, force_eos=True), rows["behavior_logprobs"], 0.0).sum(axis=1)
+    found = (outcomes(MU) * target / np.exp(drawn)).sum()
+    np.testing.assert_allclose(found, target[[0, 1, 3]].sum(), rtol=1e-6)
