@@ -102,7 +102,7 @@ def outcomes(policy: np.ndarray) -> np.ndarray:
 
 
 def forced_rows(behavior: np.ndarray) -> dict[str, np.ndarray]:
-    """What may come of two tokens of which the last is forced to be the end: the end at once; a or b, with the end drawn or not."""
+    """What may come of two tokens of which the last is forced to be the end: the end; a or b, with the end drawn or not."""
     first, second = np.log(behavior)
     logprobs = [(first[0], 0.0), *((first[i], second[0]) for i in (1, 1, 2, 2))]
     length, finished = np.array([1, 2, 2, 2, 2]), np.array([True, True, False, True, False])
