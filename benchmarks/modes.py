@@ -140,8 +140,7 @@ def measured(workdir: Path) -> dict[str, Any]:
     run, masses = layout.RunDir(workdir), masses_of(workdir)
     lines = {int(line["step"]): line for line in metrics.each_line(run.metrics("trainer"))}
     first, optimum = min(line["time"] for line in lines.values()), slow_tasks.target(masses[-1], BETAS[_PART.value])
-    marks = [[float(file.read_text()) for file in (workdir / "searchers").glob(f"{what}-*")] for what in ("asks", "hits")]
-    begin = max(marks[0])
+    begin = max(slow_tasks.left(workdir / "searchers", "asks"))
     taken = [step for step in masses if step in lines and lines[step]["time"] <= first + _SECONDS.value]
     last = masses[max(taken)]
     shares = {0.0: masses[-1].sum() / optimum.sum()}
@@ -152,7 +151,7 @@ def measured(workdir: Path) -> dict[str, Any]:
         "mass": float(last.sum()),
         "updates": max(taken),
         "rows": lines[max(taken)]["rows_seen"],
-        "first hit": min(marks[1], default=math.inf) - begin,
+        "first hit": min(slow_tasks.left(workdir / "searchers", "hits"), default=math.inf) - begin,
         "half of p*": summary.crossing(shares, 0.5),
         "curve": {0.0: slow_tasks.total_variation(masses[-1], optimum)}
         | {lines[step]["time"] - first: slow_tasks.total_variation(masses[step], optimum) for step in taken},

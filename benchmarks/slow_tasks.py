@@ -33,14 +33,30 @@ def seconds_of(url: str) -> float:
     return float(seconds)
 
 
-class Sums(Arithmetic):
-    """The demo's sums, whose rewards come after a while."""
+def leave(folder: Path, what: str) -> None:
+    """Leaves a file in the folder that says when this process was first here."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{what}-{os.getpid()}"
+    if not file.exists():
+        file.write_text(str(time.time()))
 
-    def __init__(self, *, digits: int, url: str):
+
+def left(folder: Path, what: str) -> list[float]:
+    """When processes were first there, seconds of time.time()."""
+    return [float(file.read_text()) for file in folder.glob(f"{what}-*")]
+
+
+class Sums(Arithmetic):
+    """The demo's sums, whose rewards come after a while. meeting_path: where a process leaves when it first asked for some; "":
+    nowhere."""
+
+    def __init__(self, *, digits: int, url: str, meeting_path: str):
         super().__init__(digits=digits, train_queries=4000, heldout_queries=256, seed=0)
-        self._seconds = seconds_of(url)
+        self._seconds, self._folder = seconds_of(url), Path(meeting_path) if meeting_path else None
 
     def rewards(self, queries: Sequence[Query], responses: Sequence[str], finished: np.ndarray) -> Scores:
+        if self._folder:
+            leave(self._folder, "asks")
         time.sleep(self._seconds)
         return super().rewards(queries, responses, finished)
 
@@ -95,21 +111,15 @@ class Planted(SplitTask):
         right = np.array([response in self._texts for response in responses]) & np.asarray(finished, bool)
         self._calls += 1
         if self._calls > FREE:
-            self._leave("asks")
+            leave(self._folder, "asks")
             while len(list(self._folder.glob("asks-*"))) < self._concurrency:
                 time.sleep(0.05)
             time.sleep(self._seconds)
             if right.any():
-                self._leave("hits")
+                leave(self._folder, "hits")
         elif self._rare:  # of 16 modes there are many in free batches, and a reward of 0 would teach against them
             right[:] = False
         return Scores.of_one(right)
-
-    def _leave(self, what: str) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        file = self._folder / f"{what}-{os.getpid()}"
-        if not file.exists():
-            file.write_text(str(time.time()))
 
     def worked_examples(self, rng: np.random.Generator, count: int) -> list[tuple[str, str]]:
         letters = rng.choice(list(LETTERS), size=(count, LENGTH), p=SHARES)
@@ -121,7 +131,7 @@ def get_config(variant: str):
     if variant.startswith("sums"):
         c, digits = demo.get_config(), int(variant[4:])
         c.task.name, c.publish.keep_seconds = f"{__file__}:Sums", 5.0
-        c.task.custom.digits, c.task.custom.url = digits, "sleep:0"
+        c.task.custom.update(digits=digits, url="sleep:0", meeting_path="")
         c.task.prompt_length, c.task.response_length = 2 * digits + 3, 11 * digits - 1
         return c
     if variant != "modes":

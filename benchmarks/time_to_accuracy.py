@@ -1,31 +1,32 @@
 """How much sooner does an asynchronous run reach an accuracy than one in turn, on the same two cores?
 
-    python -m benchmarks.time_to_accuracy --workdir=runs/time [--digits=4] [--threshold=0.9] [--steps=200] [--arms=…]
+    python -m benchmarks.time_to_accuracy --workdir=runs/time [--digits=3] [--threshold=0.75] [--steps=64] [--every=4] [--arms=…]
         [--set="warm_start.steps=3000"]
 
 The demo's sums. In one regime rewards cost nothing, in the other a batch of them takes seconds (--latencies) and no core
 (benchmarks/slow_tasks.py). Arms are of ARMS; "in turn" searches and trains on-policy in one process that has both cores, with no
-evaluator. "asynchronous" has two searchers and publishes every second update. Both make an update of as many rows. GRPO has no KL
-term here, its fastest form, so that its rows are not scored by a reference. RLOO's gradient is that of trajectory balance up to a
+evaluator, and makes half of --steps, which suffice. "asynchronous" has a searcher beside the trainer and publishes every second
+update; its updates draw 95 % of their queries from the newest rows. Both make an update of as many rows. GRPO has no KL term
+here, its fastest form, so that its rows are not scored by a reference. RLOO's gradient is that of trajectory balance up to a
 factor with the same β, so the two asynchronous arms show what the same thing measured twice may differ by; and so do the seeds of
 an arm.
 
-Snapshots every --every updates are evaluated afterwards. A run is timed alone on the machine, from its first update on. In turn
-the next batch waits for the snapshot that it samples with, which a run in memory would neither write nor read. The study
-subtracts an upper bound of that time (`written`, seconds an update): the shares `time_publish` and `time_other` of the trainer's
-metrics, the latter of which holds writing and reading a snapshot, and appending rows. The asynchronous trainer writes in a thread
-beside it, and nothing is subtracted there.
+Snapshots every --every updates are evaluated afterwards. A run is timed alone on the machine, by the clock, from when its first
+batch asks for rewards until the threshold is crossed, linear between snapshots: with that batch's rewards and with the pauses in
+which programs are compiled or loaded. In turn the next batch waits for the snapshot that it samples with, which a run in memory
+would neither write nor read. The study subtracts an upper bound of that time (`written`, seconds an update): the shares
+`time_publish` and `time_other` of the trainer's metrics, the latter of which holds writing and reading a snapshot, and appending
+rows. The asynchronous trainer writes in a thread beside it, and nothing is subtracted there.
 
 The learning rate of an arm is one of RATES: that of the best mean score over the evaluated snapshots of one run of the same
 updates, without latency, by a seed of its own. The held-out queries are those of the results, a bias that is alike for all arms.
-It prints for each regime and arm the updates to the threshold, linear between snapshots, the seconds from the first update until
-then, the rows that were rewarded until then, the seconds of an update (the mean of the second half of a run, in which little is
-compiled), and
+It prints for each regime and arm the updates and the seconds to the threshold, the rows that were rewarded and the mean age of
+those that were drawn until then; the seconds of an update in the second half of a run (`later`), in which little is compiled; and
 
     speed-up = (seconds per update in turn / asynchronous) × (updates to the threshold in turn / asynchronous)
 
-with mean and standard deviation of each factor over warm starts × seeds, paired by both. Runs that are done are not made again.
-It writes workdir/time_to_accuracy.json and workdir/time_to_accuracy.png.
+of the seconds and updates to the threshold, with mean and standard deviation of each factor over warm starts × seeds, paired by
+both. Runs that are done are not made again. It writes workdir/time_to_accuracy.json and workdir/time_to_accuracy.png.
 """
 
 import functools
@@ -39,7 +40,7 @@ from typing import Any
 import numpy as np
 from absl import app, flags
 
-from benchmarks import side_by_side, summary
+from benchmarks import side_by_side, slow_tasks, summary
 from configs import baselines
 from tba_jax.storage import layout
 from tba_jax.telemetry import metrics
@@ -57,15 +58,15 @@ ARMS: dict[str, tuple[str, bool]] = {
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for the runs.", required=True)
 _ARMS = flags.DEFINE_list("arms", [*ARMS][:3], f"Of {', '.join(ARMS)}.")
 _SET = flags.DEFINE_string("set", "", "Settings of all arms and their warm start, leaf=value between spaces.")
-_DIGITS = flags.DEFINE_integer("digits", 4, "Of the numbers that are added.", lower_bound=2)
-_THRESHOLD = flags.DEFINE_float("threshold", 0.9, "Held-out greedy accuracy that is to be reached.")
+_DIGITS = flags.DEFINE_integer("digits", 3, "Of the numbers that are added.", lower_bound=2)
+_THRESHOLD = flags.DEFINE_float("threshold", 0.75, "Held-out greedy accuracy that is to be reached.")
 _LATENCIES = flags.DEFINE_list("latencies", ["0", "2"], "Seconds that the rewards of a batch take, one regime each.")
-_STEPS = flags.DEFINE_integer("steps", 200, "Updates of each run.", lower_bound=20)
-_EVERY = flags.DEFINE_integer("every", 10, "Updates between snapshots that are evaluated.", lower_bound=1)
+_STEPS = flags.DEFINE_integer("steps", 64, "Updates of an asynchronous run; one in turn has half of them.", lower_bound=20)
+_EVERY = flags.DEFINE_integer("every", 4, "Updates between snapshots that are evaluated.", lower_bound=1)
 _WARM_STARTS = flags.DEFINE_integer("warm_starts", 3, "Warm starts, of the seeds 1, 2 …", lower_bound=1)
 _SEEDS = flags.DEFINE_integer("seeds", 2, "Runs of each arm from each warm start.", lower_bound=1)
 
-RATES = (1e-5, 3e-5, 1e-4)
+RATES = (3e-5, 1e-4, 3e-4)
 RATE_SEED = 100
 FACTORS = ("step_seconds", "updates", "seconds")
 # 64 rows an update; in turn all of them are of the batch before it.
@@ -75,10 +76,11 @@ ROWS: dict[str, Any] = {
     "searchers.queries_per_batch": 4,
     "searchers.samples_per_query": 16,
     "searchers.slots": 64,
-    "searchers.count": 2,
+    "searchers.count": 1,
     "replay.recent_fill": "wait",
     "learner.clip_norm": 0.0,
     "learner.schedule": "constant",
+    "learner.warmup_steps": 0,
     "evaluation.enabled": False,
     "evaluation.batch_size": 64,
     "metrics.every_steps": 1,
@@ -107,13 +109,16 @@ def job(root: Path, arm: str, latency: float, start: int, seed: int, rate: float
     of_paper = baselines.BASELINES.get(objective, {})
     clip = {f"learner.{name}": value for name, value in of_paper.items() if name.startswith("clip_")}
     how: dict[str, Any] = {"schedule.mode": "interleaved", "replay.recent_probability": 1.0, "replay.recent_window": 1}
+    place, name = start_of(root, start, objective), f"{_STEPS.value}-{arm.replace(' ', '-')}-{latency:g}s-seed{seed}-rate{rate:g}"
+    steps = _STEPS.value // 2 if in_turn else _STEPS.value
     settings = {
         **ROWS,
         "task.custom.url": f"sleep:{latency:g}",
-        "learner.steps": _STEPS.value,
+        "task.custom.meeting_path": place / name / "searchers",
+        "learner.steps": steps,
         "learner.beta_steps": _STEPS.value,
         "evaluation.every_steps": _EVERY.value,
-        "checkpoint.every_steps": _STEPS.value,
+        "checkpoint.every_steps": steps,
         "publish.every_steps": 1 if in_turn else 2,
         **(how if in_turn else {}),
         **clip,
@@ -123,29 +128,44 @@ def job(root: Path, arm: str, latency: float, start: int, seed: int, rate: float
         "seed": seed,
         **given(),
     }
-    place, name = start_of(root, start, objective), f"{_STEPS.value}-{arm.replace(' ', '-')}-{latency:g}s-seed{seed}-rate{rate:g}"
     recipe = f"benchmarks/slow_tasks.py:sums{_DIGITS.value}"
     return side_by_side.Job(root=place, name=name, recipe=recipe, settings=settings, warm=True)
 
 
 def measured(made: side_by_side.Job, *, in_turn: bool) -> dict[str, Any]:
-    """curve: step -> held-out greedy accuracy; step_seconds: of an update, the mean of the second half of the run, in which
-    little is compiled; updates, seconds, rows: to the threshold. Rows are all that were rewarded until then, or by the end
-    where the run never gets there. Raises ValueError: it is there at step 0."""
+    """curve: seconds -> held-out greedy accuracy; updates, seconds, rows, staleness: until the threshold, the last two until the
+    end where the run never gets there; step_seconds: of these updates; later: of an update in the second half of the run. Rows
+    are all that were rewarded. Raises ValueError: it is there at step 0."""
     run, curve = layout.RunDir(made.workdir), summary.curve(made.workdir)
     if curve[0] >= _THRESHOLD.value:
         told = f"{made.workdir} begins with an accuracy of {curve[0]:g}, which reaches --threshold={_THRESHOLD.value:g}"
         raise ValueError(f"{told}: take a higher threshold, or a shorter warm start (warm_start.steps in --set)")
     lines = list(metrics.each_line(run.metrics("trainer")))
-    steps, times = [line["step"] for line in lines], [line["time"] for line in lines]
+    steps = np.array([0, *(line["step"] for line in lines)])
     share = sum(lines[-1].get(name, 0.0) for name in ("time_publish", "time_other"))
     written = share / lines[-1]["steps_per_second"] if in_turn else 0.0
+    begin = min(slow_tasks.left(made.workdir / "searchers", "asks"))
+    times = np.array([0.0, *(line["time"] - begin for line in lines)]) - written * steps
     updates, half = summary.crossing(curve, _THRESHOLD.value), len(steps) // 2
-    step_seconds = (times[-1] - times[half]) / (steps[-1] - steps[half]) - written
-    staleness = float(np.mean([line["staleness_mean"] for line in lines]))
-    rows = float(np.interp(min(updates, steps[-1]), steps, [line["rows_seen"] for line in lines]))
-    found = {"curve": curve, "step_seconds": step_seconds, "written": written, "staleness": staleness, "rows": rows}
-    return found | {"updates": updates, "seconds": updates * step_seconds, "not_finite": made.not_finite}
+    until = min(updates, float(steps[-1]))
+    seconds = float(np.interp(until, steps, times)) if math.isfinite(updates) else math.inf
+    return {
+        "curve": {float(np.interp(step, steps, times)): score for step, score in curve.items()},
+        "updates": updates,
+        "seconds": seconds,
+        "step_seconds": seconds / updates,
+        "later": float(times[-1] - times[half]) / float(steps[-1] - steps[half]),
+        "written": written,
+        "staleness": float(np.mean([line["staleness_mean"] for line in lines if line["step"] <= max(until, 1)])),
+        "rows": float(np.interp(until, steps[1:], [line["rows_seen"] for line in lines])),
+        "not_finite": made.not_finite,
+    }
+
+
+def sampled(curve: Mapping[float, float], beside: Sequence[Mapping[str, Any]]) -> summary.Curve:
+    """The curve at 20 moments until the first of the runs beside it ends, linear between its points."""
+    at = np.linspace(0.0, min(max(run["curve"]) for run in beside), 20)
+    return dict(zip(at.tolist(), np.interp(at, [*curve], [*curve.values()]).tolist(), strict=True))
 
 
 def ratios(slow: Sequence[Mapping[str, Any]], fast: Sequence[Mapping[str, Any]], name: str) -> list[float]:
@@ -156,10 +176,10 @@ def ratios(slow: Sequence[Mapping[str, Any]], fast: Sequence[Mapping[str, Any]],
 
 def tell(found: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]], rates: Mapping[str, float]) -> None:
     """Prints the table of arms, that of speed-ups, and that of what seeds alone do."""
-    columns = {"step_seconds": ".3f", "written": ".3f", "staleness": ".1f", "updates": ".0f", "seconds": ".1f", "rows": ",.0f"}
-    summary.table(
-        "rewards take", "arm", "learning rate", "seconds an update", *[*columns][1:], "accuracy first", "last", "not finite"
-    )
+    columns = {"later": ".3f", "written": ".3f", "updates": ".1f", "step_seconds": ".3f", "seconds": ".1f"}
+    columns |= {"rows": ",.0f", "staleness": ".1f"}
+    titles = ["later", "written", "updates", "seconds an update", "seconds", "rows", "staleness", "accuracy first", "last"]
+    summary.table("rewards take", "arm", "learning rate", *titles, "not finite")
     for (latency, arm), runs in found.items():
         cells = [summary.spread_of_finite([run[name] for run in runs], spec) for name, spec in columns.items()]
         ends = [summary.spread([run["curve"][end(run["curve"])] for run in runs]) for end in (min, max)]
@@ -215,13 +235,16 @@ def main(argv: Sequence[str]) -> None:
     (root / "time_to_accuracy.json").write_text(json.dumps(told, indent=1))
     panels = {
         f"rewards take {latency} s": {
-            arm: [{step * mean: score for step, score in run["curve"].items()} for run in found[latency, arm]]
-            for arm in _ARMS.value
-            for mean in [float(np.mean([run["step_seconds"] for run in found[latency, arm]]))]
+            arm: [sampled(run["curve"], found[latency, arm]) for run in found[latency, arm]] for arm in _ARMS.value
         }
         for latency in _LATENCIES.value
     }
-    summary.plot(root / "time_to_accuracy.png", panels, across="seconds of training", up="held-out greedy accuracy")
+    summary.plot(
+        root / "time_to_accuracy.png",
+        panels,
+        across="seconds since the first rewards were asked for",
+        up="held-out greedy accuracy",
+    )
 
 
 if __name__ == "__main__":
