@@ -9,9 +9,9 @@ unequal frequency, so that planted texts have unequal probability, and scoring t
 
     p*(mode) = π_ref(mode) exp(1/β) / Z,  Z = 1 − M + M exp(1/β),  M = Σ π_ref(mode).
 
-`modes` are those found in 1,024 samples, the expectation Σ 1 − (1 − π(mode))^1024; `TV` is the total variation between the
-policy's and p*'s distribution over the modes and all else, for objectives that have the β of p*; `mass` is what the policy gives
-the modes. Nothing of this is sampled.
+`modes` are those found in 1,024 samples, the expectation Σ 1 − (1 − π(mode))^1024; `rare` is the median of π / π_ref over the six
+that π_ref draws least; `TV` is the total variation between the policy's and p*'s distribution over the modes and all else, for
+objectives that have the β of p*; `mass` is what the policy gives the modes. Nothing of this is sampled.
 
 A searcher decodes a batch while its last one waits for its rewards, so that n searchers make n batches a second as long as the
 cores can. Searchers begin together, and a run ends --seconds after its first update; measured is its newest snapshot then. The
@@ -67,7 +67,7 @@ _WARM_STARTS = flags.DEFINE_integer("warm_starts", 3, "Warm starts, of the seeds
 _SEEDS = flags.DEFINE_integer("seeds", 2, "Runs of each arm from each warm start.", lower_bound=1)
 
 RECIPE = "benchmarks/slow_tasks.py:modes"
-SAMPLES, ROWS = 1024, 64
+SAMPLES, ROWS, RARE = 1024, 64, 6
 RATES = (1e-4, 3e-4, 1e-3)
 # Of each part: the planted texts, the β of p*, and the first variant.
 COUNTS, BETAS, FIRST = {"modes": 16, "sparse": 1}, {"modes": 0.2, "sparse": 0.1}, {"modes": "plain", "sparse": "softmax"}
@@ -148,6 +148,7 @@ def measured(workdir: Path) -> dict[str, Any]:
     return {
         "modes": slow_tasks.found(last, SAMPLES),
         "tv": slow_tasks.total_variation(last, optimum),
+        "rare": float(np.median((last / masses[-1])[np.argsort(masses[-1])[:RARE]])),
         "mass": float(last.sum()),
         "updates": max(taken),
         "rows": lines[max(taken)]["rows_seen"],
@@ -167,7 +168,7 @@ def score(objective: str, workdir: Path) -> float:
 
 def tell(figures: Mapping[Arm, Sequence[Mapping[str, Any]]], rates: Mapping[str, float]) -> None:
     columns = {"updates": ",.0f", "rows": ",.0f"}
-    of_modes, of_target = {"modes": ".1f", "tv": ".3f", "mass": ".3f"}, {"first hit": ".1f", "half of p*": ".1f"}
+    of_modes, of_target = {"modes": ".1f", "rare": ".2f", "tv": ".3f", "mass": ".3f"}, {"first hit": ".1f", "half of p*": ".1f"}
     columns |= of_modes if _PART.value == "modes" else of_target
     summary.table("objective", "learning rate", "variant", "searchers", *columns, "not finite")
     for arm, runs in figures.items():
