@@ -6,10 +6,11 @@
 
 An arm is a name and settings; --set holds settings of all arms and of their warm start (another --set needs another --workdir).
 With --other, every arm is also run by the code of another checkout, from a warm start of its own. Search and training take turns
-in one process, so every update of every arm has as many new rows, of a policy that is 4 updates old. A run that is done is not
+in one process, so every arm has as many new rows for each update, of a policy that is 4 updates old. A run that is done is not
 made again, so the command resumes where it was stopped. It prints a markdown table of the recipe's held-out greedy score, mean
-and standard deviation over warm starts and seeds, and of the trainer's metrics that --columns names, mean over the run, and of
-`clipped`: the share of updates whose gradient norm is above learner.clip_norm. It writes workdir/arms.json.
+and standard deviation over warm starts and seeds, and of the trainer's metrics that --columns names, mean over the recorded
+updates (metrics.every_steps), and of `clipped`: the share of these whose gradient norm is above learner.clip_norm. It writes
+workdir/arms.json.
 """
 
 import itertools

@@ -3,8 +3,8 @@
     python -m benchmarks.preference --workdir=runs/preference --data=DATA [--arms=…] [--lag=15] [--starts=3] [--seeds=2]
         [--steps=100] [--jobs=0]
 
-An arm is OBJECTIVE@BETA, or OBJECTIVE@BETA@M: with a replay buffer, of which a share M of the batches is recent and the others
-are drawn by softmax of the reward. Learning rate, rows and updates are the same for all.
+An arm is OBJECTIVE@BETA, or OBJECTIVE@BETA@M: with a replay buffer, of which each query of an update is recent with probability
+M and the others are drawn by softmax of the reward. Learning rate, rows and updates are the same for all.
 
 The shape of the paper's TL;DR study (its Table 1 and Figure 4) at a size for two cores: TinyStories-656K continues openings of
 stories, a proxy reward model trains it, a gold one says how often it prefers a continuation to the story's own. Both models learn
@@ -87,7 +87,7 @@ NATS = (2.0, 5.0, 10.0)
 
 
 class Arm(NamedTuple):
-    """recent: share of batches of recent rows; None: every batch has the newest rows, and there is no buffer."""
+    """recent: share of recent queries; None: every batch has the newest rows, and there is no buffer."""
 
     objective: str
     beta: float

@@ -6,11 +6,12 @@
 An arm is an objective, at each of --lags or at the one behind @, and β behind another @ (0.004 by default).
 
 From each warm start of the demo's sums, 256 updates of RLOO on fresh rows come first. Every arm copies that run and goes on with
-its objective and new moments of Adam: the rows of an update were drawn with the weights of `lag` updates before, so that from the
-first update on they are that old, and none is drawn twice. No update is clipped by its norm. Each arm takes the best of --rates,
-the learning rates, by the mean of the last three accuracies of as many updates from the first warm start, with a seed of its own.
-What else an objective reads is as its row of configs/baselines.py says; so is the β of those on whose scale 0.004 is another
-quantity.
+its objective and new moments of Adam (RLOO with those that it has): the rows of an update were drawn with the weights of `lag`
+updates before, so that from the first update on they are that old, and none is drawn twice. The first `lag` updates thus have
+rows of the fork, which learned at FORK_RATE, and the arm's own come after these. No update is clipped by its norm. Each arm takes
+the best of --rates, the learning rates, by the mean of the last three accuracies of as many updates from the first warm start,
+with a seed of its own. What else an objective reads is as its row of configs/baselines.py says; so is the β of those on whose
+scale 0.004 is another quantity.
 
 A run that is done is not made again, so the command resumes where it was stopped. It prints a markdown table of the held-out
 greedy accuracy, mean and standard deviation over warm starts × seeds: at the fork, the least after it, and the last; of the
@@ -45,7 +46,9 @@ _RATES = flags.DEFINE_list("rates", ["2e-6", "1e-5", "5e-5"], "Learning rates, o
 RECIPE = "configs/demo.py"
 FORK, FORK_RATE, BETA = 256, 2.5e-6, 0.004
 THRESHOLD = 0.9
-OTHER_SCALE = ("online_dpo", "gflowrl", "flowrl_linear_z", "tpo", "pmd_mean")
+OTHER_SCALE = ("online_dpo", "gflowrl", "tpo", "pmd_mean")
+# The fork has no head of theirs, no log Z, and no turns of an environment.
+NO_FORK = ("ppo", "vine_ppo", "learned_log_z", "flowrl_linear_z", "frozen_log_z")
 # The seed of the runs that choose a learning rate. No table has these runs.
 OTHER_SEED = 100
 # 64 rows an update, all of them from the batch that the searcher has just appended.
@@ -79,12 +82,12 @@ class Arm:
 
 
 def arms_of(texts: Sequence[str], lags: Sequence[str]) -> list[Arm]:
-    """Raises app.UsageError: an arm names no objective."""
+    """Raises app.UsageError: an arm names no objective, or one that cannot go on from the fork."""
     found = dict[Arm, None]()
     for text in texts:
         objective, *rest = text.split("@")
-        if objective not in OBJECTIVES:
-            raise app.UsageError(f"--arms={text} is not among {', '.join(OBJECTIVES)}")
+        if objective not in (fit := [name for name in OBJECTIVES if name not in NO_FORK]):
+            raise app.UsageError(f"--arms={text} is not among {', '.join(fit)}")
         own = baselines.BASELINES[objective]["beta_start"] if objective in OTHER_SCALE else BETA
         for lag in rest[:1] or lags:
             found[Arm(objective, int(lag), float(rest[1]) if rest[1:] else own)] = None
