@@ -12,8 +12,8 @@ preferences by sentiment (benchmarks/preference_data.py), for each start from st
 configs/tldr_pythia.py:410m but for SIZES and β; nothing is tuned for an objective. Finished runs are kept, so the command resumes
 where it was stopped.
 
-It prints markdown tables: what each arm ends at, and the win rates at a KL of 2, 5 and 10 nats, on the line through the ends of
-an objective's βs (a dash: a start and seed has no end of less KL, or none of more), also less those of the first objective on the
+It prints markdown tables: what each arm ends at, and the win rates at a KL of 2, 5, 7 and 10 nats, on the line through the ends of
+an objective's βs (of a run that `never` is there no end has less KL, or none more), also less those of the first objective on the
 same starts and seeds. It draws workdir/preference.png, these lines where all starts and seeds have one, and
 workdir/overoptimisation.png: the gold reward against the proxy's, along the runs.
 """
@@ -83,7 +83,7 @@ FIGURES = {
     "sampled_reward": ("proxy reward, samples", ".2f"),
 }
 
-NATS = (2.0, 5.0, 10.0)
+NATS = (2.0, 5.0, 7.0, 10.0)
 
 
 class Arm(NamedTuple):
@@ -172,7 +172,7 @@ def main(argv: Sequence[str]) -> None:
         ends = [[run[-1] for run in found if run[-1]["step"]] for found in of_line]
         rates[line] = np.array([[rate_at(nats, each, "sampled_win_rate_ties_half") for each in ends] for nats in NATS])
         cells = [*rates[line], *(rates[line] - rates[lines[0]])]
-        summary.row(line, *("–" if np.isnan(found).any() else summary.spread(found.tolist()) for found in cells))
+        summary.row(line, *(summary.spread_of_finite(found.tolist()) for found in cells))
         kls = [[end["kl_to_initial"] for end in each] for each in ends]
         if not all(kls) or (least := max(map(min, kls))) > (largest := min(map(max, kls))):
             continue
