@@ -12,9 +12,9 @@ preferences by sentiment (benchmarks/preference_data.py), for each start from st
 configs/tldr_pythia.py:410m but for SIZES and β; nothing is tuned for an objective. Finished runs are kept, so the command resumes
 where it was stopped.
 
-It prints markdown tables: what each arm ends at, and the win rates at a KL of 2, 5, 7 and 10 nats, on the line through the ends of
-an objective's βs (of a run that `never` is there no end has less KL, or none more), also less those of the first objective on the
-same starts and seeds. It draws workdir/preference.png, these lines where all starts and seeds have one, and
+It prints markdown tables: what each arm ends at, and the win rates at a KL of 2, 5, 7 and 10 nats, on the line through the ends
+of an objective's βs (of a run that `never` is there no end has less KL, or none more), also less those of the first objective on
+the same starts and seeds. It draws workdir/preference.png, these lines where all starts and seeds have one, and
 workdir/overoptimisation.png: the gold reward against the proxy's, along the runs.
 """
 

@@ -18,7 +18,7 @@ would neither write nor read. The study subtracts an upper bound of that time (`
 `time_publish` and `time_other` of the trainer's metrics, the latter of which holds writing and reading a snapshot, and appending
 rows. The asynchronous trainer writes in a thread beside it, and nothing is subtracted there.
 
-The learning rate of an arm is one of RATES: that of the best mean score over the evaluated snapshots of one run of the same
+The learning rate of an arm is one of --rates: that of the best mean score over the evaluated snapshots of one run of the same
 updates, without latency, by a seed of its own. The held-out queries are those of the results, a bias that is alike for all arms.
 It prints for each regime and arm the updates and the seconds to the threshold, the rows that were rewarded and the mean age of
 those that were drawn until then; the seconds of an update in the second half of a run (`later`), in which little is compiled; and
@@ -63,10 +63,10 @@ _THRESHOLD = flags.DEFINE_float("threshold", 0.75, "Held-out greedy accuracy tha
 _LATENCIES = flags.DEFINE_list("latencies", ["0", "2"], "Seconds that the rewards of a batch take, one regime each.")
 _STEPS = flags.DEFINE_integer("steps", 64, "Updates of an asynchronous run; one in turn has half of them.", lower_bound=20)
 _EVERY = flags.DEFINE_integer("every", 4, "Updates between snapshots that are evaluated.", lower_bound=1)
+_RATES = flags.DEFINE_list("rates", ["3e-5", "1e-4", "3e-4"], "Learning rates, of which each arm takes the best.")
 _WARM_STARTS = flags.DEFINE_integer("warm_starts", 3, "Warm starts, of the seeds 1, 2 …", lower_bound=1)
 _SEEDS = flags.DEFINE_integer("seeds", 2, "Runs of each arm from each warm start.", lower_bound=1)
 
-RATES = (3e-5, 1e-4, 3e-4)
 RATE_SEED = 100
 FACTORS = ("step_seconds", "updates", "seconds")
 # 64 rows an update; in turn all of them are of the batch before it.
@@ -213,7 +213,7 @@ def main(argv: Sequence[str]) -> None:
     rates = {}
     for arm in _ARMS.value:
         make = functools.partial(job, root, arm, 0.0, 1, RATE_SEED)
-        rates[arm] = side_by_side.chosen_rate(make, RATES, at_a_time=1)
+        rates[arm] = side_by_side.chosen_rate(make, [float(rate) for rate in _RATES.value], at_a_time=1)
     # Seed by seed, so that a study that is stopped is one of fewer seeds.
     jobs = {
         (latency, arm, start, seed): job(root, arm, float(latency), start, seed, rates[arm])
