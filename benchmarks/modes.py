@@ -24,7 +24,7 @@ what is reported, of the same prompt: a bias that is alike for all objectives, a
 
 `--part=sparse` plants one text, which π_ref draws about once in 10,000 times, and asks for the seconds until a searcher draws it
 and until the policy gives it half of p*. Runs that are done are not made again. Runs have the machine to themselves. It writes
-workdir/PART.json and, of the objectives that have a TV, workdir/PART.png.
+workdir/PART.json and draws the modes by seconds in workdir/PART.png.
 """
 
 import functools
@@ -136,7 +136,7 @@ def job(root: Path, arm: Arm, start: int, seed: int, rate: float, *, called: str
 
 
 def measured(workdir: Path) -> dict[str, Any]:
-    """What a run came to within its seconds. curve: seconds since the first update -> (TV, mass of the modes over that of p*)."""
+    """What a run came to within its seconds. curve: seconds since the first update -> TV; found: -> modes."""
     run, masses = layout.RunDir(workdir), masses_of(workdir)
     lines = {int(line["step"]): line for line in metrics.each_line(run.metrics("trainer"))}
     first, optimum = min(line["time"] for line in lines.values()), slow_tasks.target(masses[-1], BETAS[_PART.value])
@@ -156,6 +156,8 @@ def measured(workdir: Path) -> dict[str, Any]:
         "half of p*": summary.crossing(shares, 0.5),
         "curve": {0.0: slow_tasks.total_variation(masses[-1], optimum)}
         | {lines[step]["time"] - first: slow_tasks.total_variation(masses[step], optimum) for step in taken},
+        "found": {0.0: slow_tasks.found(masses[-1], SAMPLES)}
+        | {lines[step]["time"] - first: slow_tasks.found(masses[step], SAMPLES) for step in taken},
         "optimum": dict(modes=slow_tasks.found(optimum, SAMPLES), mass=float(optimum.sum()), reference=float(masses[-1].sum())),
     }
 
@@ -222,12 +224,9 @@ def main(argv: Sequence[str]) -> None:
     (root.parent / f"{_PART.value}.json").write_text(json.dumps({", ".join(map(str, key)): run for key, run in each.items()}))
     panels: dict[str, dict[str, list[summary.Curve]]] = {}
     for arm, runs in figures.items():
-        label = f"{arm.searchers} searchers" + f", {arm.variant}" * (len(variants) > 1)
-        if aims_at_optimum(arm.objective):
-            panels.setdefault(arm.objective, {})[label] = [sampled(run["curve"]) for run in runs]
-    if not panels:
-        return
-    summary.plot(root.parent / f"{_PART.value}.png", panels, across="seconds", up="total variation to p*")
+        panel = panels.setdefault(arm.objective + f", {arm.variant}" * (len(variants) > 1), {})
+        panel[f"{arm.searchers} searchers"] = [sampled(run["found"]) for run in runs]
+    summary.plot(root.parent / f"{_PART.value}.png", panels, across="seconds", up=f"modes in {SAMPLES:,} samples")
 
 
 if __name__ == "__main__":
