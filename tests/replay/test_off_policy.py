@@ -124,7 +124,7 @@ def test_a_forced_end_is_weighed_as_what_was_drawn():
     np.testing.assert_allclose(weight, outcomes(PI) / outcomes(MU), rtol=1e-6)
     np.testing.assert_allclose((outcomes(MU) * weight) @ reward, outcomes(PI) @ reward, rtol=1e-6)
     as_drawn = off_policy.log_weight(rows, forced_rows(PI)["behavior_logprobs"], force_eos=False)
-    assert (as_drawn != np.log(weight)).tolist() == [False, False, True, False, True]
+    assert np.isclose(as_drawn, np.log(weight)).tolist() == [True, True, False, True, False]
 
 
 def test_a_response_with_a_forced_end_counts_once_in_the_sum_over_responses():
