@@ -179,15 +179,13 @@ def main(argv: Sequence[str]) -> None:
         for kind, drawn in panels.items():
             nats = np.linspace(least, largest, 12).tolist()
             drawn[line] = [{at: rate_at(at, each, f"{kind}_win_rate_ties_half") for at in nats} for each in ends]
-    by_seed = np.stack(list(rates.values()), 1).reshape(len(NATS), len(lines), _SEEDS.value, len(roots))
-    apart = np.diff(by_seed, axis=2)
-    print(
-        f"\n{_STEPS.value} updates of rows that are {_LAG.value} updates old, {len(roots)} starts × {_SEEDS.value} seeds. ",
-        end="",
-    )
-    print("Two seeds of a line and a start are ", end="")
-    told = (f"{np.nanmean(np.square(found)) ** 0.5:.3f} apart at {nats:g} nats" for nats, found in zip(NATS, apart, strict=True))
-    print(f"{', '.join(told)} (root mean square). This call took {time.monotonic() - begin:.0f} s.")
+    print(f"\n{_STEPS.value} updates of rows that are {_LAG.value} updates old, {len(roots)} starts × {_SEEDS.value} seeds")
+    if _SEEDS.value > 1:
+        by_seed = np.stack(list(rates.values()), 1).reshape(len(NATS), len(lines), _SEEDS.value, len(roots))
+        apart = np.nanmean(np.square(np.diff(by_seed, axis=2)), axis=(1, 2, 3)) ** 0.5
+        told = ", ".join(f"{found:.3f} at {nats:g} nats" for nats, found in zip(NATS, apart, strict=True))
+        print(f"two seeds of a line and a start are apart by {told} (root mean square)")
+    print(f"this call took {time.monotonic() - begin:.0f} s")
     for of, name in itertools.product(roots, preference_data.REWARD_MODELS):
         print(f"{of.name}, {name}: {made[of].pairs[name]} pairs, held-out pair accuracy {made[of].pair_accuracy[name]:.3f}")
     found = {f"{arm.name} {of.name} seed{seed}": run for (arm, of, seed), run in runs.items()}

@@ -24,7 +24,6 @@ def get_config(variant: str = ""):
     c.searchers.queries_per_batch = 12
     c.searchers.samples_per_query = 12
     c.replay.merge_duplicates = False
-    # In a batch this small, more queries help more than more completions: benchmarks/RESULTS.md.
     c.learner.queries = 12
     c.learner.completions = 10
     c.learner.learning_rate = 1e-4
